@@ -1,0 +1,1 @@
+"""The command line: one file a command. torch is loaded by the workers alone, pydantic where a file is read."""

@@ -1,0 +1,119 @@
+"""``stretto resume``: the next start of a run, on as many workers as there are today."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from stretto.cli.options import JsonOption, PlanOption, RunArgument, StopAfterOption, WorkersOption, shown_path
+from stretto.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    from stretto.plan import Plan
+    from stretto.runfolder import Resolved
+
+
+def resume_command(
+    run: RunArgument,
+    workers: WorkersOption = None,
+    plan: PlanOption = None,
+    stop_after: StopAfterOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Go on with a run from its newest whole checkpoint, on any number of workers."""
+    from stretto.cli.launching import HeldFolder, Launch, has_checkpoint, launch_training
+    from stretto.elastic.ledger import read_starts
+    from stretto.order import TrainOrder
+    from stretto.runfolder import read_resolved
+
+    resolved = read_resolved(run)
+    chosen, text, origin = choose_plan(resolved, plan, workers)
+    with HeldFolder(run):
+        if finished(run, json):
+            return
+        task, note = find_kept_task(run, resolved)
+        if not has_checkpoint(run):
+            raise CheckpointError(f"{run} holds no checkpoint to go on from; start anew with `stretto train`")
+        starts = read_starts(run)
+        order = TrainOrder(
+            task=str(task),
+            sets=resolved.values(),
+            plan=text,
+            plan_origin=origin,
+            run=str(run),
+            resume=True,
+            attempt=starts[-1].attempt + 1 if starts else 1,
+            stop_after=stop_after,
+        )
+        launch = Launch(order, chosen, shown_path(task), given_sets(resolved), first_member(run), note)
+        code = launch_training(launch, quiet=json)
+    raise typer.Exit(code)
+
+
+def choose_plan(resolved: Resolved, plan: str | None, workers: int | None) -> tuple[Plan, str, str]:
+    """The plan, its text and its origin: what is given, else the run's own, with another ``dp`` for ``workers``.
+
+    Raises:
+        UserError: the run's loop is a script's own, so this command can't go on with it.
+    """
+    from stretto.plan import Plan
+    from stretto.runfolder import START_ORIGIN
+
+    if any(entry.get("origin") == START_ORIGIN for entry in resolved.plan.values()):
+        raise UserError(
+            "this run's loop is a script's own: go on with it there, by stretto.start(..., run=..., resume=True)"
+        )
+    if plan is not None:
+        chosen = Plan.parse(plan, workers)
+        return chosen, f"{chosen}", "--plan"
+    old = Plan.parse(",".join(f"{key}={entry['value']}" for key, entry in resolved.plan.items()))
+    if workers is None:
+        return old, str(old), "as before"
+    chosen = dataclasses.replace(old, dp=workers)
+    return chosen, str(chosen), "--workers"
+
+
+def finished(run: Path, quiet: bool) -> bool:
+    """Whether there is nothing left to do, which is told: a script may resume until it is so."""
+    import json
+
+    from stretto.runfolder import SUMMARY_NAME
+
+    try:
+        summary: dict[str, Any] = json.loads((run / SUMMARY_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not summary.get("finished"):
+        return False
+    print(json.dumps(summary) if quiet else f"{run} is finished: all {summary['steps']:,} steps are done")
+    return True
+
+
+def find_kept_task(run: Path, resolved: Resolved) -> tuple[Path, str]:
+    """The task's file where it was, else the copy that the run keeps; and what there is to say about it."""
+    copy = run / "task.py"
+    if resolved.task is None:
+        raise UserError(f"{run} was started with a task that is no file; go on with it in its own script")
+    path = Path(resolved.task)
+    if not path.is_file():
+        return copy.resolve(), f"{path} is gone; using the copy that the run keeps, {copy}"
+    if copy.is_file() and copy.read_bytes() != path.read_bytes():
+        return path, f"{path} has changed since the run's last start"
+    return path, ""
+
+
+def given_sets(resolved: Resolved) -> tuple[str, ...]:
+    """What the run was first given by ``--set``."""
+    entries = {**resolved.settings, **resolved.recipe}.items()
+    return tuple(f"{key}={entry['value']}" for key, entry in entries if entry.get("origin") == "--set")
+
+
+def first_member(run: Path) -> int:
+    """A number that no member of the run has had, whether or not it came to its first step."""
+    names = [path.name for folder in ("events", "ledger", "logs") for path in (run / folder).glob("member-m*")]
+    used = [int(match[1]) for name in names if (match := re.match(r"member-m(\d+)\.", name))]
+    return max(used, default=0) + 1

@@ -1,0 +1,52 @@
+"""``stretto train``: a new run of a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.cli.options import (
+    JsonOption,
+    PlanOption,
+    SetOption,
+    StopAfterOption,
+    TaskArgument,
+    WorkersOption,
+    find_task,
+    parse_sets,
+)
+
+
+def train_command(
+    task: TaskArgument,
+    workers: WorkersOption = None,
+    plan: PlanOption = None,
+    sets: SetOption = None,
+    stop_after: StopAfterOption = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The run folder; else the next free runs/NAME.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Train a task on some workers."""
+    from stretto.cli.launching import HeldFolder, Launch, launch_training
+    from stretto.order import TrainOrder
+    from stretto.plan import Plan
+
+    chosen = Plan.parse(plan or "", workers)
+    given = parse_sets(sets)
+    path = find_task(task)
+    name = path.parent.name if path.name == "task.py" else path.stem
+    with HeldFolder.new(run, name) as folder:
+        order = TrainOrder(
+            task=str(path),
+            sets=dict(given),
+            plan=str(chosen) if "dp" in (plan or "") or not plan else f"dp={chosen.dp},{plan}",
+            plan_origin="--plan" if plan else "--workers" if workers else "default",
+            run=str(folder.path),
+            stop_after=stop_after,
+        )
+        code = launch_training(Launch(order, chosen, task, tuple(sets or ())), quiet=json)
+    raise typer.Exit(code)

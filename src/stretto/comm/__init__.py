@@ -1,0 +1,1 @@
+"""What passes between processes: collectives of one membership epoch, and framed messages."""

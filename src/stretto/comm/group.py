@@ -1,0 +1,199 @@
+"""The process group of one membership epoch, and how it is broken from outside.
+
+Torch's groups outlive their usefulness: a peer that is stopped, or one that shares no collective with the dead, keeps
+a member inside a call that no timeout of the group ends. So this group knows the sockets it opened; shutting them
+down from another thread ends every call on it within milliseconds (measured), and the next epoch builds a new group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from stretto.errors import LaunchError, PeerLost
+
+_LOST = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "timed out",
+    "socket",
+)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the members of an epoch meet.
+
+    Args:
+        store: ``file:///path`` (one host; the folder is private to the user) or ``tcp://host:port``.
+        epoch: number of the membership epoch; prefixes every key, so that no epoch meets another's leftovers.
+        rank: this member's rank in the epoch.
+        world_size: members of the epoch.
+        timeout_seconds: longest wait inside one collective.
+    """
+
+    store: str
+    epoch: int
+    rank: int
+    world_size: int
+    timeout_seconds: float = 1800.0
+
+
+class Group:
+    """All members of one epoch. Every method that communicates must be called by every member, in the same order.
+
+    The group is torch's default group while it lives, because FSDP2 and DTensor find groups only through torch's
+    world; :meth:`close` leaves nothing behind, so the next epoch can build its own in the same process.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, device: torch.device | None = None) -> None:
+        """Forms the group. Raises PeerLost where the others don't come in time."""
+        self.rank = rendezvous.rank
+        self.size = rendezvous.world_size
+        self.device = device or torch.device("cpu")
+        self._sockets: tuple[int, ...] = ()
+        self._broken = False
+        self._store = _open_store(rendezvous)
+        before = _socket_inodes()
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                store=PrefixStore(f"epoch-{rendezvous.epoch}", self._store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=rendezvous.timeout_seconds),
+            )
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerLost(f"the group of epoch {rendezvous.epoch} was not formed: {error}") from error
+        after = _socket_inodes()
+        self._sockets = tuple(fd for fd, inode in after.items() if before.get(fd) != inode and _connected(fd))
+        self._inodes = {fd: after[fd] for fd in self._sockets}
+        self.process_group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
+        """Sums ``tensor`` over all members, in place; with ``async_op`` returns what to wait for."""
+        with self.guard():
+            work: dist.Work | None = dist.all_reduce(tensor, group=self.process_group, async_op=async_op)
+        return work
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every member's ``tensor`` (same shape and type everywhere), in rank order."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self.guard():
+            dist.all_gather(gathered, tensor, group=self.process_group)
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """``tensor`` of member ``source``, in place."""
+        with self.guard():
+            dist.broadcast(tensor, source, group=self.process_group)
+        return tensor
+
+    def broadcast_json(self, value: Any = None) -> Any:
+        """Member 0's ``value`` on every member; must be JSON. What the others pass is not looked at."""
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        size = self.broadcast(torch.tensor([len(text)]))
+        cells = torch.zeros(int(size.item()), dtype=torch.uint8)
+        if self.rank == 0:
+            cells.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        return json.loads(bytes(self.broadcast(cells).tolist()))
+
+    def barrier(self) -> None:
+        """Returns when every member has come."""
+        self.all_reduce(torch.zeros(1))
+
+    def maximum(self, value: float) -> float:
+        """The largest ``value`` of all members."""
+        cell = torch.tensor([value], dtype=torch.float64)
+        with self.guard():
+            dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=self.process_group)
+        return float(cell.item())
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turns what torch raises for a lost peer or a broken group, in here or inside a backward, into PeerLost."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            if self._broken or any(word in text for word in _LOST):
+                raise PeerLost(f"rank {self.rank}: a collective ended early: {error}") from error
+            raise
+
+    def break_(self) -> None:
+        """Ends every call on this group, now and later, with PeerLost. Any thread may call it, at any time."""
+        self._broken = True
+        for fd in self._sockets:
+            if _inode(fd) == self._inodes[fd]:
+                _shutdown(fd)
+
+    def close(self) -> None:
+        """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone."""
+        if dist.is_initialized() and dist.group.WORLD is self.process_group:
+            dist.destroy_process_group()
+        self._sockets = ()
+
+
+def _open_store(rendezvous: Rendezvous) -> Store:
+    kind, _, place = rendezvous.store.partition("://")
+    if not rendezvous.store and rendezvous.world_size == 1:
+        return HashStore()
+    if kind == "file":
+        return FileStore(place, rendezvous.world_size)
+    if kind == "tcp":
+        host, _, port = place.rpartition(":")
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60))
+    raise LaunchError(f"store {rendezvous.store!r}: expected file:///path or tcp://host:port")
+
+
+def _inode(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def _socket_inodes() -> dict[int, str]:
+    """Open sockets of this process by descriptor. Empty where there is no /proc: then only timeouts end a call."""
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return {}
+    found = {int(name): _inode(int(name)) for name in names}
+    return {fd: inode for fd, inode in found.items() if inode.startswith("socket:")}
+
+
+def _with_socket(fd: int, action: Any) -> bool:
+    try:
+        duplicate = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return False
+    try:
+        action(duplicate)
+        return True
+    except OSError:
+        return False
+    finally:
+        duplicate.close()
+
+
+def _connected(fd: int) -> bool:
+    # Only connected sockets: shutting a listener down makes Gloo's accept() abort the whole process (measured).
+    return _with_socket(fd, lambda opened: opened.getpeername())
+
+
+def _shutdown(fd: int) -> bool:
+    return _with_socket(fd, lambda opened: opened.shutdown(socket.SHUT_RDWR))

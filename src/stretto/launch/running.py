@@ -1,0 +1,272 @@
+"""One running job, seen from the launcher: waits for news, asks the coordinator, does what it says."""
+
+from __future__ import annotations
+
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from stretto.comm.framed import Channel, Message, channel_pair
+from stretto.elastic.coordinator import (
+    Announce,
+    AskToStop,
+    Break,
+    Command,
+    Coordinator,
+    Ended,
+    Event,
+    Finish,
+    GraceOver,
+    Joined,
+    Kill,
+    KillRequested,
+    Spawn,
+    StopRequested,
+    Terminate,
+    Wait,
+)
+from stretto.elastic.failure import Failure
+from stretto.errors import LaunchError
+from stretto.launch.failures import judge
+from stretto.launch.interrupts import Interrupts
+from stretto.launch.job import Job, JobResult
+from stretto.launch.tail import Tail
+
+_CLEAR_SECONDS = 2.0
+_TAIL_SECONDS = 0.1
+
+
+class ServerSide(Protocol):
+    """What a job needs of its fork server."""
+
+    channel: Channel
+
+    def close(self) -> int:
+        """Ends the server and all that came from it; returns its exit status."""
+        ...
+
+
+class _Worker:
+    """What the launcher knows of one member."""
+
+    def __init__(self, rank: int, channel: Channel) -> None:
+        self.rank = rank
+        self.channel = channel
+        self.last_word: Message | None = None
+
+
+class RunningJob:
+    """Call :meth:`run`, then :meth:`clear_away`."""
+
+    def __init__(
+        self,
+        job: Job,
+        coordinator: Coordinator,
+        server: ServerSide,
+        interrupts: Interrupts,
+        on_event: Callable[[str, dict[str, Any]], None] | None,
+        on_output: Callable[[str], None] | None,
+    ) -> None:
+        self._job = job
+        self._coordinator = coordinator
+        self._server = server
+        self._interrupts = interrupts
+        self._on_event = on_event or (lambda member, event: None)
+        self._on_output = on_output or _print
+        self._host: Channel | None = None
+        self._host_runs = False
+        self._workers: dict[str, _Worker] = {}
+        self._results: dict[str, dict[str, Any] | None] = {}
+        self._tail: Tail | None = None
+        self._deadline: float | None = None
+        self._interrupted = False
+        self._finish: Finish | None = None
+
+    def run(self) -> JobResult:
+        """From the request for a host to the end of the job."""
+        self._host, theirs = channel_pair()
+        message = {"kind": "job", "job": self._job.to_message(), "directory": str(Path.cwd())}
+        with theirs:
+            try:
+                self._server.channel.send(message, [theirs.fileno()])
+            except BrokenPipeError:
+                self._hear_server()
+        self._host_runs = True
+        while self._finish is None:
+            self._hear(self._wait())
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._deadline = None
+                self._feed(GraceOver())
+        self._close_logs()
+        return JobResult(self._finish.exit_code, self._results, self._finish.failure)
+
+    def clear_away(self) -> bool:
+        """Ends what is left of the job. Returns whether the server confirmed it in time."""
+        for channel in (self._host, *(worker.channel for worker in self._workers.values())):
+            if channel is not None:
+                channel.close()
+        deadline = time.monotonic() + _CLEAR_SECONDS
+        server = self._server.channel
+        if self._host_runs:
+            with suppress(BrokenPipeError):
+                server.send({"kind": "end"})
+        while self._host_runs and not server.at_end and time.monotonic() < deadline:
+            select.select([server], [], [], max(0.0, deadline - time.monotonic()))
+            self._host_runs = all(message["kind"] != "host-ended" for message in server.receive_ready())
+        return not self._host_runs
+
+    # ---- hearing
+
+    def _wait(self) -> set[int]:
+        """Descriptors with news, once there are any or something else is due."""
+        poll = select.poll()
+        channels = (self._server.channel, self._host, *(worker.channel for worker in self._workers.values()))
+        poll.register(self._interrupts, select.POLLIN)
+        for channel in channels:
+            if channel is not None and not channel.at_end:
+                poll.register(channel, select.POLLIN)
+        due = [self._deadline - time.monotonic()] if self._deadline is not None else []
+        due += [_TAIL_SECONDS] if self._tail is not None else []
+        ready = {fd for fd, _ in poll.poll(max(0.0, min(due)) * 1000 if due else None)}
+        if self._tail is not None:
+            self._tail.follow()
+        return ready
+
+    def _hear(self, ready: set[int]) -> None:
+        if self._interrupts.fileno() in ready:
+            self._hear_signals()
+        for member, worker in list(self._workers.items()):
+            if worker.channel.fileno() in ready:
+                self._hear_worker(member, worker)
+        if self._host is not None and self._host.fileno() in ready:
+            self._hear_host(self._host)
+        if self._server.channel.fileno() in ready:
+            self._hear_server()
+
+    def _hear_signals(self) -> None:
+        for number in self._interrupts.take():
+            again = number == signal.SIGINT and self._interrupted
+            self._interrupted |= number == signal.SIGINT
+            self._feed(KillRequested(number) if again else StopRequested(number))
+
+    def _hear_worker(self, member: str, worker: _Worker) -> None:
+        for message in worker.channel.receive_ready():
+            match message["kind"]:
+                case "event":
+                    self._on_event(member, message["event"])
+                case "joined":
+                    self._feed(Joined(member))
+                case _:
+                    worker.last_word = message
+
+    def _hear_host(self, host: Channel) -> None:
+        for message in host.receive_ready():
+            match message["kind"]:
+                case "event":
+                    self._on_event("host", message["event"])
+                case "prepared":
+                    self._obey(self._coordinator.start())
+                case "ended":
+                    self._worker_ended(message)
+                case _:
+                    self._stop_with(judge("host", None, 1, time.monotonic(), message))
+
+    def _hear_server(self) -> None:
+        for message in self._server.channel.receive_ready():
+            if message["kind"] == "refused":
+                raise LaunchError(message["text"])
+            self._host_runs = False
+            if self._host is not None:
+                self._hear_host(self._host)  # its last word says more than its exit status
+            self._stop_with(judge("host", None, message["status"], time.monotonic(), None))
+        if self._server.channel.at_end:
+            raise LaunchError(f"the fork server ended unexpectedly (exit status {self._server.close()}); start again")
+
+    def _worker_ended(self, message: Message) -> None:
+        member, status = message["member"], message["status"]
+        worker = self._workers[member]
+        self._hear_worker(member, worker)  # all it said is here by now; judge it by the last of it
+        worker.channel.at_end = True
+        failure: Failure | None
+        if message["refusal"]:
+            failure = Failure(member, worker.rank, "user", message["refusal"], LaunchError.exit_code)
+        else:
+            failure = judge(member, worker.rank, status, message["time"], worker.last_word)
+        if failure is None and worker.last_word is not None:
+            self._results[member] = worker.last_word["result"]
+        self._feed(Ended(member, status, failure))
+
+    # ---- doing
+
+    def _feed(self, event: Event) -> None:
+        self._obey(self._coordinator.handle(event))
+
+    def _obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Spawn(member, rank):
+                    self._spawn(member, rank)
+                case Announce(epoch):
+                    self._results.clear()
+                    self._tell(epoch.members, {"kind": "epoch", **epoch.to_message()})
+                case AskToStop(members):
+                    self._tell(members, {"kind": "stop"})
+                case Break(members):
+                    self._tell(members, {"kind": "break"})
+                case Terminate(members):
+                    self._signal(members, signal.SIGTERM)
+                case Kill(members):
+                    self._signal(members, signal.SIGKILL)
+                case Wait(seconds):
+                    self._deadline = time.monotonic() + seconds
+                case Finish():
+                    self._finish = command
+
+    def _spawn(self, member: str, rank: int) -> None:
+        log = self._job.log_of(member)
+        if rank == 0 and log is not None:
+            self._tail = Tail(log, self._on_output)
+        channel, theirs = channel_pair()
+        self._workers[member] = _Worker(rank, channel)
+        with theirs:
+            self._tell_host({"kind": "spawn", "member": member}, [theirs.fileno()])
+
+    def _signal(self, members: tuple[str, ...], number: int) -> None:
+        for member in members:
+            self._tell_host({"kind": "signal", "member": member, "signal": number})
+
+    def _tell(self, members: tuple[str, ...], message: Message) -> None:
+        for member in members:
+            with suppress(BrokenPipeError):  # it has ended; the host is about to say so
+                self._workers[member].channel.send(message)
+
+    def _tell_host(self, message: Message, fds: Sequence[int] = ()) -> None:
+        if self._host is not None:
+            with suppress(BrokenPipeError):  # likewise, the server
+                self._host.send(message, fds)
+
+    def _stop_with(self, failure: Failure | None) -> None:
+        """Ends the job for a failure that is no member's."""
+        if self._finish is None:
+            failure = failure or Failure("host", None, "program", "the host ended before its workers", 1)
+            self._finish = Finish(failure.exit_code, failure)
+
+    def _close_logs(self) -> None:
+        """The rest of what the lowest rank printed; and each failure in its member's log, for later readers."""
+        if self._tail is not None:
+            self._tail.follow()
+        for member, worker in self._workers.items():
+            log = self._job.log_of(member)
+            if log is not None and worker.last_word is not None and worker.last_word["kind"] == "failed":
+                with log.open("a") as file:
+                    file.write(worker.last_word["text"] + "\n")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,51 @@
+"""Choosing the layout of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from stretto.comm.group import Group
+from stretto.errors import Refused
+from stretto.parallel._base import Applied
+from stretto.parallel.batchnorm import batch_norms
+from stretto.parallel.template import Template
+from stretto.plan import Plan
+
+
+def _whole(template: Template, group: Group) -> Applied:
+    from stretto.parallel.whole import Whole
+
+    return Whole(template, group)
+
+
+def _sharded(template: Template, group: Group) -> Applied:
+    from stretto.parallel.sharded import Sharded
+
+    return Sharded(template, group)
+
+
+_LAYOUTS: Final[Mapping[int, Callable[[Template, Group], Applied]]] = MappingProxyType({0: _whole, 3: _sharded})
+
+
+def check(template: Template, plan: Plan) -> None:
+    """Raises Refused, by name, where ``plan`` would change the numbers of this model."""
+    norms = batch_norms(template.structure)
+    if norms and plan.microbatches > 1:
+        raise Refused(
+            f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "
+            f"would be of pieces. Use microbatches=1, or replace it by GroupNorm"
+        )
+
+
+def apply(template: Template, plan: Plan, group: Group) -> Applied:
+    """Lays ``template`` out over ``group``; its tensors are allocated, and filled by ``import_state``.
+
+    Every rank of the group must call it.
+
+    Raises:
+        Refused: the plan would change this model's numbers.
+    """
+    check(template, plan)
+    return _LAYOUTS[plan.zero](template, group)

@@ -1,0 +1,120 @@
+"""BatchNorm over the global batch, on any device.
+
+One device normalises with the statistics of the whole batch (Ioffe and Szegedy, arXiv 1502.03167); a rank sees only its
+share. Counts, means and centred squares are gathered and merged (Chan, Golub, LeVeque 1983), so that running statistics
+and gradients are those of one device. A ghost's samples count for nothing but enter every collective. Torch's
+SyncBatchNorm takes no CPU tensors and would count the ghosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from stretto.comm.group import Group
+
+
+def batch_norms(module: nn.Module) -> list[str]:
+    """Names of the submodules that normalise over the batch while training."""
+    return [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+
+
+class GlobalBatchNorm:
+    """Makes every BatchNorm of ``module`` (a layout's copy) normalise over all ranks of ``group``."""
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self.group = group
+        self.counts = True
+        self._changed = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+        for child in self._changed:
+            child.forward = partial(_forward, self, child)  # type: ignore[method-assign]
+
+    @contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        """Whether this rank's samples count in what is normalised inside."""
+        before, self.counts = self.counts, counts
+        try:
+            yield
+        finally:
+            self.counts = before
+
+    def remove(self) -> None:
+        """Gives the modules their own forward back."""
+        for child in self._changed:
+            child.__dict__.pop("forward", None)
+
+
+def _forward(norm: GlobalBatchNorm, module: _BatchNorm, x: Tensor) -> Tensor:
+    if not module.training and module.running_mean is not None:
+        scale = 0.0 if module.momentum is None else module.momentum
+        return F.batch_norm(
+            x, module.running_mean, module.running_var, module.weight, module.bias, False, scale, module.eps
+        )
+    normalised, mean, variance, count = _Normalise.apply(x, norm.group, norm.counts, module.eps)  # type: ignore[no-untyped-call]
+    if module.training and module.track_running_stats and module.running_mean is not None:
+        _track(module, mean, variance, float(count))
+    if module.weight is None:
+        return cast(Tensor, normalised)
+    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    return cast(Tensor, normalised * module.weight.view(shape) + module.bias.view(shape))
+
+
+@torch.no_grad()
+def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: float) -> None:
+    assert module.running_mean is not None and module.running_var is not None
+    momentum = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / float(module.num_batches_tracked)
+    factor = 0.0 if momentum is None else momentum
+    unbiased = variance * (count / max(count - 1.0, 1.0))
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+    module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+
+
+class _Normalise(torch.autograd.Function):
+    """``(x - mean) / sqrt(var + eps)`` with the mean and variance of all ranks; x is [batch, channels, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, counts: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        axes = [0, *range(2, x.ndim)]
+        channels = x.shape[1]
+        wide = x if x.dtype == torch.float64 else x.float()
+        own = float(x.numel() // max(channels, 1)) if counts else 0.0
+        variance, mean = torch.var_mean(wide, axes, correction=0)
+        count = torch.full((1,), own, dtype=torch.float64, device=x.device)
+        # Statistics travel in float64, so that merging adds no rounding to what the ranks measured.
+        parts = torch.stack(group.all_gather(torch.cat([count, mean.double(), variance.double() * own])))
+        counted, means, squares = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+        total = counted.sum()
+        mean = (counted * means).sum(0) / total
+        variance = (squares + counted * (means - mean) ** 2).sum(0) / total
+        shape = (1, -1, *(1 for _ in axes[1:]))
+        inverse = torch.rsqrt(variance + eps).to(wide.dtype)
+        normalised = (wide - mean.to(wide.dtype).view(shape)) * inverse.view(shape)
+        ctx.save_for_backward(normalised, inverse, total)
+        ctx.group, ctx.axes, ctx.shape, ctx.counts = group, axes, shape, counts
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normalised.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+        normalised, inverse, total = ctx.saved_tensors
+        wide = grad.to(normalised.dtype)
+        sums = torch.cat([wide.sum(ctx.axes), (wide * normalised).sum(ctx.axes)]).double()
+        ctx.group.all_reduce(sums)
+        channels = inverse.numel()
+        over = (sums / total).to(wide.dtype)
+        mean_grad, mean_product = over[:channels].view(ctx.shape), over[channels:].view(ctx.shape)
+        inner = wide - mean_grad - normalised * mean_product
+        if not ctx.counts:  # a ghost moved no statistic, so nothing flows back through one
+            inner = torch.zeros_like(wide)
+        return (inner * inverse.view(ctx.shape)).to(grad.dtype), None, None, None

@@ -1,0 +1,47 @@
+"""What layouts share: reading and writing the logical state of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from stretto.comm.group import Group
+from stretto.parallel._base import Place
+from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
+
+
+def model_spec(spec: TensorSpec) -> TensorSpec:
+    """The spec under its name in a state: ``model/...``."""
+    return TensorSpec(f"model/{spec.name}", spec.shape, spec.dtype)
+
+
+def export_places(places: Mapping[str, Place]) -> Iterator[Slice]:
+    """This rank's part of every parameter."""
+    for place in places.values():
+        yield Slice(model_spec(place.spec), place.box, place.local.detach(), place.owner)
+
+
+@torch.no_grad()
+def import_places(places: Mapping[str, Place], source: StateSource) -> None:
+    """Fills this rank's part of every parameter; the rest of a tensor is not read."""
+    for name, place in places.items():
+        if place.local.numel():
+            place.local.copy_(source.read(f"model/{name}", place.box))
+
+
+def buffer_slices(module: nn.Module, group: Group) -> Iterator[Slice]:
+    """Every buffer, whole; each has one owner."""
+    specs = {name: TensorSpec.of(f"model/{name}", buffer) for name, buffer in module.named_buffers()}
+    owners = assign_owners(specs.values(), group.size)
+    for name, buffer in module.named_buffers():
+        spec = specs[name]
+        yield Slice(spec, Box.whole(spec.shape), buffer.detach(), owners[spec.name] == group.rank)
+
+
+@torch.no_grad()
+def import_buffers(module: nn.Module, source: StateSource) -> None:
+    """Fills every buffer, also those that a state_dict would leave out."""
+    for name, buffer in module.named_buffers():
+        buffer.copy_(source.read(f"model/{name}", Box.whole(tuple(buffer.shape))))

@@ -1,0 +1,148 @@
+"""zero=3: parameters, gradients and optimizer state sharded over the group, by FSDP2 (ZeRO, arXiv 1910.02054, 5.3).
+
+FSDP2 is asked for plain sums (a divide factor of 1): the engine divides once, by the global weight. Parameters without
+dimensions, which it refuses, stay whole on each rank and their gradients are left to the sync rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from stretto.comm.group import Group
+from stretto.errors import Refused
+from stretto.parallel._base import Place
+from stretto.parallel.batchnorm import GlobalBatchNorm
+from stretto.parallel.layout import buffer_slices, export_places, import_buffers, import_places
+from stretto.parallel.template import Template
+from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
+
+
+class Sharded:
+    """The template with every parameter's first dimension dealt over the ranks of ``group``.
+
+    Raises:
+        Refused: parameters of several types, which FSDP2 can't flatten together.
+    """
+
+    def __init__(self, template: Template, group: Group) -> None:
+        _refuse_mixed_types(template)
+        self.module = template.build(group.device)
+        self._group = group
+        self._norm = GlobalBatchNorm(self.module, group)
+        mesh = DeviceMesh.from_group(group.process_group, group.device.type, mesh_dim_names=("dp_shard",))
+        whole = {parameter for parameter in self.module.parameters() if parameter.ndim == 0}
+        for unit in (*units(self.module), self.module):
+            fully_shard(unit, mesh=mesh, ignored_params=whole)
+        self._root = cast(FSDPModule, self.module)
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        self._dtensors = {name: p for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
+        owners = assign_owners((s for s in template.specs.values() if not s.shape), group.size)
+        parameters = dict(self.module.named_parameters())
+        self._places = {
+            name: self._place(parameters[name], spec, owners.get(name) == group.rank)
+            for name, spec in template.specs.items()
+        }
+
+    def _place(self, parameter: nn.Parameter, spec: TensorSpec, owner: bool) -> Place:
+        if not isinstance(parameter, DTensor):
+            return Place(spec, Box.whole(spec.shape), parameter, owner=owner, lead=owner, summed=False)
+        with torch.no_grad():
+            local = parameter.to_local()
+        chunk = -(-spec.shape[0] // self._group.size)  # torch.chunk's rule, which Shard(0) follows
+        first = min(self._group.rank * chunk, spec.shape[0])
+        starts = (first, *(0 for _ in spec.shape[1:]))
+        box = Box(starts, (first + local.shape[0], *spec.shape[1:]))
+        mine = nn.Parameter(local, parameter.requires_grad)
+        return Place(spec, box, mine, owner=True, lead=self._group.rank == 0, summed=True)
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """See :class:`Applied`."""
+        return self._places
+
+    @contextmanager
+    def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
+        """See :class:`Applied`; before the last microbatch gradients stay unsharded and are not sent."""
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+        with self._norm.counting(not ghost):
+            yield
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """See :class:`Applied`."""
+        sharded = self._dtensors.get(name)
+        if sharded is None:
+            return self._places[name].local.grad
+        return None if sharded.grad is None else cast(DTensor, sharded.grad)._local_tensor
+
+    def clear_gradients(self) -> None:
+        """See :class:`Applied`."""
+        for sharded in self._dtensors.values():
+            sharded.grad = None
+
+    def export_state(self) -> Iterator[Slice]:
+        """See :class:`Applied`."""
+        yield from export_places(self._places)
+        yield from buffer_slices(self.module, self._group)
+
+    def import_state(self, source: StateSource) -> None:
+        """See :class:`Applied`."""
+        import_places(self._places, source)
+        import_buffers(self.module, source)
+
+    def teardown(self) -> None:
+        """See :class:`Applied`."""
+        self._norm.remove()
+        self._places = {}
+        self._dtensors = {}
+        del self._root
+        del self.module
+
+
+def units(module: nn.Module) -> list[nn.Module]:
+    """The submodules to gather one at a time: the elements of the module's lists, which are its repeated layers.
+
+    An element is left to the root where it isn't called as a module, has no parameters, shares a parameter with
+    something outside it (a tied weight must be gathered with both users), or holds only scalars.
+    """
+    uses: dict[int, int] = {}
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found: list[nn.Module] = []
+    for holder in module.modules():
+        if isinstance(holder, nn.ModuleList):
+            found += [child for child in holder if _is_unit(child, uses)]
+    inside = {id(below) for unit in found for below in unit.modules() if below is not unit}
+    return [unit for unit in dict.fromkeys(found) if id(unit) not in inside]
+
+
+def _is_unit(module: nn.Module, uses: Mapping[int, int]) -> bool:
+    if type(module).forward is nn.Module.forward:  # a container: its children are called, it never is
+        return False
+    own: dict[int, int] = {}
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                own[id(parameter)] = own.get(id(parameter), 0) + 1
+    if any(count != uses[key] for key, count in own.items()):
+        return False
+    return any(parameter.ndim for parameter in module.parameters())
+
+
+def _refuse_mixed_types(template: Template) -> None:
+    types = {spec.dtype: name for name, spec in template.specs.items() if spec.shape}
+    if len(types) > 1:
+        shown = ", ".join(f"{name} is {dtype}" for dtype, name in types.items())
+        raise Refused(f"plan: zero=3 needs parameters of one type, but {shown}; use zero=0")

@@ -1,0 +1,96 @@
+"""The plain template: the user's module, really built once, from which every layout is copied.
+
+Building on the meta device would lose what constructors compute (scaled initialisation, rotary tables), so ``model()``
+runs for real. A layout then needs the module's *structure* with fresh memory, and the *values* only slice by slice: the
+copy is made with empty tensors in place of all parameters and buffers, which are filled by ``import_state``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from stretto.errors import TaskError, one_line
+from stretto.state import MemorySource, TensorSpec
+from stretto.task import Params
+
+
+class Template:
+    """A module's structure, and until :meth:`release` its first values.
+
+    Args:
+        module: built, on the CPU, in the type it trains in. The template takes it over.
+
+    Raises:
+        TaskError: a parameter that was never given a shape (lazy modules), or that lies on another device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise TaskError(f"task: {name} has no shape yet (a lazy module); run the model once inside model()")
+            if tensor.is_meta:
+                raise TaskError(f"task: {name} lies on the meta device; model() must build real weights")
+        self._module = module
+        self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(name, p) for name, p in module.named_parameters()}
+        self.trainable: Mapping[str, bool] = {name: p.requires_grad for name, p in module.named_parameters()}
+
+    @property
+    def structure(self) -> nn.Module:
+        """The module itself: to look at, not to change or call."""
+        return self._module
+
+    @property
+    def initial(self) -> MemorySource:
+        """The values that ``model()`` gave, as logical tensors named ``model/...``."""
+        tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        return MemorySource({f"model/{name}": tensor.detach() for name, tensor in tensors.items()})
+
+    def build(self, device: torch.device) -> nn.Module:
+        """A copy of the module on ``device`` whose parameters and buffers are allocated but not filled.
+
+        Memory that is never written costs no pages, so a copy that is sharded right away never exists whole.
+
+        Raises:
+            TaskError: the module holds something that can't be copied.
+        """
+        memo: dict[int, Any] = {}
+        for parameter in self._module.parameters():
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in self._module.buffers():
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        try:
+            return copy.deepcopy(self._module, memo)
+        except (TypeError, RuntimeError) as error:
+            raise TaskError(f"task: model() holds something that can't be copied: {one_line(error)}") from error
+
+    def logical_params(self, device: torch.device) -> Params:
+        """Stand-ins with every parameter's logical shape and one element of memory each, for an optimizer factory."""
+        return Params(
+            (
+                name,
+                nn.Parameter(
+                    torch.zeros((), dtype=getattr(torch, spec.dtype), device=device).expand(spec.shape),
+                    requires_grad=self.trainable[name],
+                ),
+            )
+            for name, spec in self.specs.items()
+        )
+
+    def release(self) -> None:
+        """Drops the values in this process and keeps the structure; :attr:`initial` is of no use afterwards."""
+        replaced: dict[int, Any] = {}
+        for module in self._module.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    module._parameters[key] = replaced.setdefault(id(parameter), meta)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = replaced.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))

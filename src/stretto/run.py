@@ -1,0 +1,368 @@
+"""A run, seen from its loop: the five calls ``start``, ``batches``, ``step``, ``log`` and ``finish``.
+
+``stretto train`` is a loop over these calls like any user's. Every worker makes the same calls in the same order; one
+call of ``step`` is one global batch and one committed step. Between two batches lies the only safe point, where a run
+is saved and left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.assemble import assemble, disassemble
+from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, snapshot_slices
+from stretto.comm.group import Group
+from stretto.data import BatchHandle, Generators, Position, Sampler, cut, seed_everything
+from stretto.elastic.ledger import LedgerWriter, Start, record_start
+from stretto.errors import CheckpointError, UserError, nearest
+from stretto.launch.context import WorkerContext
+from stretto.observe import EventLog, peak_rss_bytes
+from stretto.parallel import Template
+from stretto.plan import Plan
+from stretto.runfolder import write_summary
+from stretto.step import StepObserver, StepOutcome, Stepper, evaluate
+from stretto.task import Task
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, before its group is formed; shared by the workers of a host where one builds it for all.
+
+    Args:
+        task: with its settings.
+        plan: checked against the task.
+        template: the model, built once.
+        checkpoint: what to go on from, or None for a new run.
+    """
+
+    task: Task
+    plan: Plan
+    template: Template
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run writes, and which start of it this is.
+
+    Args:
+        folder: the run folder.
+        attempt: counts the starts of this run from 1.
+        stop_after: last step to commit in this start, or None to go to the recipe's end.
+    """
+
+    folder: Path
+    attempt: int = 1
+    stop_after: int | None = None
+
+
+@dataclass
+class _Progress:
+    """What a checkpoint must hold beside tensors."""
+
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    samples: int = 0
+    loss: float | None = None
+    skipped: int = 0
+
+
+class Run:
+    """One start of a run on one worker; :func:`stretto.start` makes it.
+
+    ``state`` is the loop's own: any JSON it wants to find again after a resume. It must be the same on every worker.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        options: RunOptions,
+        context: WorkerContext,
+        group: Group,
+        observer: StepObserver | None = None,
+    ) -> None:
+        """Every worker must call it. Raises CheckpointError where the checkpoint doesn't fit the task."""
+        self.task, self.plan, self.folder = prepared.task, prepared.plan, options.folder
+        self.recipe = prepared.task.recipe
+        self.state: dict[str, Any] = {}
+        self._options, self._context, self._group = options, context, group
+        self._began = time.perf_counter()
+        self._data = _load_data(self.task)
+        self._on = assemble(self.task, self.plan, prepared.template, group, _checked(prepared))
+        self._progress = _Progress()
+        self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
+        if prepared.checkpoint is not None:
+            self._resume(prepared.checkpoint)
+        prepared.template.release()
+        self._saved = self._progress.step
+        self._evaluated: tuple[int, dict[str, float]] | None = None
+        self._stopping = False
+        self._open_files()
+
+    def _open_files(self) -> None:
+        member, speaks = self._context.member, self._group.rank == 0
+        self._say: Callable[[dict[str, Any]], None] = self._context.control.send if speaks else _silent
+        samples = len(self._data["train"])
+        if speaks:
+            start = Start(
+                self._options.attempt,
+                self._context.epoch.members,
+                self._progress.step,
+                samples,
+                str(self.plan),
+            )
+            record_start(self.folder, start)
+        self._events = EventLog(self.folder, member)
+        self._ledger = LedgerWriter(self.folder, member, self._options.attempt)
+        self._writer = CheckpointWriter(self.folder / "checkpoints", self.recipe.keep, on_commit=self._committed)
+        self._events.write("start", attempt=self._options.attempt, rank=self._group.rank, plan=str(self.plan))
+        self._say(
+            {
+                "kind": "start",
+                "first_step": self._progress.step + 1,
+                "steps": self.recipe.steps,
+                "unit": self.recipe.unit,
+                "world_size": self._group.size,
+            }
+        )
+
+    def _wants_stop(self) -> bool:
+        return self._context.control.stop_requested()
+
+    def batches(self) -> Iterator[BatchHandle]:
+        """The global batches that are left, as handles (sample ids, no tensors); ends early where a stop is asked for.
+
+        Raises:
+            UserError: the loop asked for the next batch without having stepped the last one.
+        """
+        train = self._data["train"]
+        sampler = Sampler(len(train), self.recipe.batch, self.recipe.seed)
+        for batch in sampler.batches(self._progress.step + 1, self._progress.position):
+            if self._stopping or batch.step > self._last_step():
+                return
+            yield batch
+            if self._progress.step != batch.step:
+                raise UserError(
+                    f"run.batches(): batch {batch.step} was not stepped; call run.step(batch) once for each"
+                )
+            if self.recipe.save_every and batch.step % self.recipe.save_every == 0:
+                self.save()
+
+    def _last_step(self) -> int:
+        return min(self.recipe.steps, self._options.stop_after or self.recipe.steps)
+
+    def step(self, batch: BatchHandle) -> StepOutcome:
+        """Commits one global batch on all workers; ``outcome.loss`` is the global mean.
+
+        Raises:
+            UserError: ``batch`` is not the next one.
+            PeerLost: another worker is gone.
+        """
+        if batch.step != self._progress.step + 1:
+            raise UserError(
+                f"run.step(): expected batch {self._progress.step + 1}, got {batch.step}; step each batch once"
+            )
+        outcome = self._stepper.step(batch)
+        self._progress.step, self._progress.position = batch.step, batch.end
+        self._progress.samples += outcome.samples
+        self._progress.loss = outcome.loss
+        self._progress.skipped += outcome.skipped is not None
+        self._stopping = outcome.stopping
+        self._record(batch, outcome)
+        if outcome.stopping:
+            self._say({"kind": "stopping", "step": outcome.step})
+        return outcome
+
+    def _record(self, batch: BatchHandle, outcome: StepOutcome) -> None:
+        pieces = cut(batch.ids, self.plan.dp, self.plan.microbatches, self._group.rank)
+        own = [index for piece in pieces if not piece.ghost for index in piece.ids]
+        self._ledger.commit(batch.step, batch.start.epoch, batch.start.offset, batch.end.offset, own)
+        event = {
+            "step": outcome.step,
+            "loss": outcome.loss,
+            "weight": outcome.weight,
+            "samples": outcome.samples,
+            "seconds": outcome.seconds,
+            "skipped": outcome.skipped,
+        }
+        self._events.write("step", **event, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate)
+        self._say(
+            {
+                "kind": "step",
+                **event,
+                "metrics": self._shown({"loss": (outcome.loss * outcome.weight, outcome.weight)}),
+            }
+        )
+
+    def _shown(self, totals: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """What the task makes of the training loss alone; nothing where it needs more than that."""
+        try:
+            found = self.task.summarize(totals)
+        except (KeyError, ZeroDivisionError):
+            return {}
+        return {name: value for name, value in found.items() if name != "loss"}
+
+    def log(self, **values: Any) -> None:
+        """Writes ``values`` (plain JSON) into this worker's events."""
+        self._events.write("log", step=self._progress.step, **values)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the recipe asks for an evaluation after the step just committed."""
+        every, step = self.recipe.eval_every, self._progress.step
+        return "val" in self._data and bool(every) and step % every == 0
+
+    def evaluate(self, split: str = "val") -> dict[str, float]:
+        """Loss and metrics over a whole split, exact on every plan. Every worker must call it.
+
+        Raises:
+            UserError: the task's data has no such split.
+        """
+        if split not in self._data:
+            raise UserError(f"run.evaluate(): no split {split!r} in data(); there are {', '.join(self._data)}"
+                            f"{nearest(split, self._data)}")  # fmt: skip
+        found = self.task.summarize(evaluate(self.task, self.plan, self._on, self._data[split]))
+        self._events.write("evaluation", step=self._progress.step, split=split, **found)
+        if split == "val":
+            self._evaluated = (self._progress.step, found)
+            baselines = self.task.baselines() if self._group.rank == 0 else {}
+            self._say({"kind": "evaluation", "step": self._progress.step, "metrics": found, "baselines": baselines})
+        return found
+
+    def save(self) -> None:
+        """Starts a checkpoint of the last committed step; training waits only for the copy to memory.
+
+        Every worker must call it. Raises CheckpointError where the *previous* save failed (a full disk).
+        """
+        progress, group = self._progress, self._group
+        self._ledger.sync()  # a checkpoint is never ahead of the ledger
+        parts = [*self._on.applied.export_state(), *self._on.optimizer.export_state()]
+        self._writer.save(
+            Snapshot(
+                step=progress.step,
+                token=f"{self._options.attempt}-{progress.step}",
+                member=self._context.member,
+                members=self._context.epoch.members,
+                committer=group.rank == 0,
+                slices=snapshot_slices(parts),
+                meta=self._meta() if group.rank == 0 else {},
+            )
+        )
+        self._saved = progress.step
+
+    def _meta(self) -> dict[str, Any]:
+        progress, schedule = self._progress, self._on.schedule
+        return {
+            "position": {"epoch": progress.position.epoch, "offset": progress.position.offset},
+            "samples": progress.samples,
+            "loss": progress.loss if progress.loss == progress.loss else None,
+            "skipped": progress.skipped,
+            "nominal_weight": self._stepper.nominal_weight,
+            "generators": Generators.remember().to_json(),
+            "schedule": None if schedule is None else _json_only(schedule.state_dict(), "the schedule's state"),
+            "groups": self._on.optimizer.hyperparameters(),
+            "scalars": self._on.optimizer.scalars(),
+            "state": _json_only(self.state, "run.state"),
+            "plan": str(self.plan),
+        }
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        meta = checkpoint.meta
+        self._on.optimizer.load_hyperparameters(meta["groups"])
+        self._on.optimizer.import_state(checkpoint, meta["scalars"])
+        if self._on.schedule is not None and meta["schedule"] is not None:
+            self._on.schedule.load_state_dict(meta["schedule"])
+        self._stepper.nominal_weight = meta["nominal_weight"]
+        Generators.from_json(meta["generators"]).restore()
+        self.state = meta["state"]
+        position = Position(meta["position"]["epoch"], meta["position"]["offset"])
+        self._progress = _Progress(checkpoint.step, position, meta["samples"], meta["loss"], meta["skipped"])
+
+    def _committed(self, step: int, path: Path) -> None:
+        self._context.control.send({"kind": "checkpoint", "step": step, "path": str(path)})
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluates and saves what is not yet, writes ``summary.json`` and closes. Every worker must call it.
+
+        Returns:
+            The summary, the same on every worker but for its wall time.
+        """
+        ended = self._progress.step >= self.recipe.steps
+        if ended and "val" in self._data and (self._evaluated is None or self._evaluated[0] != self._progress.step):
+            self.evaluate()
+        if self._saved != self._progress.step:
+            self.save()
+        self._writer.wait()
+        peak = int(self._group.maximum(float(peak_rss_bytes() - self._context.imports_rss_bytes)))
+        summary = {
+            "final_loss": self._progress.loss,
+            "steps": self._progress.step,
+            "samples": self._progress.samples,
+            "wall_seconds": time.perf_counter() - self._began,
+            "plan": str(self.plan),
+            "world_size": self._group.size,
+            "peak_bytes": peak,
+            "skipped_steps": self._progress.skipped,
+            "finished": ended,
+            "evaluation": self._evaluated[1] if self._evaluated else None,
+            "run": str(self.folder),
+        }
+        if self._group.rank == 0:
+            write_summary(self.folder, summary)
+        self._say({"kind": "summary", **summary})
+        self._events.write("finish", steps=self._progress.step)
+        self._close()
+        return summary
+
+    def _close(self) -> None:
+        self._events.close()
+        self._ledger.close()
+        self._group.barrier()
+        disassemble(self._on)
+
+
+def _silent(event: dict[str, Any]) -> None:
+    """Only the lowest rank speaks."""
+
+
+def _load_data(task: Task) -> dict[str, Any]:
+    """The datasets, built under the recipe's seed so that every worker's are the same."""
+    before = Generators.remember()
+    seed_everything(task.recipe.seed)
+    try:
+        return task.data()
+    finally:
+        before.restore()
+
+
+def _json_only(value: Any, what: str) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} must be JSON to be kept in a checkpoint: {error}") from error
+
+
+def _checked(prepared: Prepared) -> Checkpoint | None:
+    """The checkpoint, once its tensors are known to be the model's. Raises CheckpointError naming one that isn't."""
+    checkpoint = prepared.checkpoint
+    if checkpoint is None:
+        return None
+    names = set(checkpoint.names())
+    for name, spec in prepared.template.specs.items():
+        full = f"model/{name}"
+        if full not in names:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.step}: the model's {name!r} is not in it; did the task change?"
+            )
+        saved = checkpoint.spec(full)
+        if (saved.shape, saved.dtype) != (spec.shape, spec.dtype):
+            raise CheckpointError(
+                f"checkpoint {checkpoint.step}: {name!r} is {saved.dtype} {list(saved.shape)} in it, "
+                f"the model's is {spec.dtype} {list(spec.shape)}; did the task or its settings change?"
+            )
+    return checkpoint

@@ -1,0 +1,16 @@
+"""Logical tensors: what a state *is*, apart from which member holds which part of it under which plan."""
+
+from stretto.state.logical import Box, Slice, TensorSpec, tiling_fault
+from stretto.state.owners import assign_owners
+from stretto.state.source import MemorySource, SliceSource, StateSource
+
+__all__ = [
+    "Box",
+    "MemorySource",
+    "Slice",
+    "SliceSource",
+    "StateSource",
+    "TensorSpec",
+    "assign_owners",
+    "tiling_fault",
+]

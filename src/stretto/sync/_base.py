@@ -1,0 +1,72 @@
+"""The contract of a sync rule, and what it needs of the layout under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Part(Protocol):
+    """This rank's part of one parameter."""
+
+    @property
+    def local(self) -> nn.Parameter:
+        """A plain parameter over the part."""
+
+    @property
+    def summed(self) -> bool:
+        """Whether the layout itself adds the gradient over every rank."""
+
+
+class Layout(Protocol):
+    """A model laid out over a group, as far as a sync rule looks; `parallel.Applied` is one."""
+
+    @property
+    def places(self) -> Mapping[str, Part]:
+        """Every parameter by name, in the model's order; the same names on every rank."""
+
+    def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
+        """Surrounds forward and backward of one microbatch."""
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient of this rank's part of a parameter."""
+
+    def clear_gradients(self) -> None:
+        """Forgets all gradients that the layout itself holds."""
+
+
+class Sync(Protocol):
+    """Turns the gradients of all ranks into one. Every rank makes the same calls in the same order.
+
+    One step: ``begin``, then a ``microbatch`` around each forward and backward, ``finish``, and then either the
+    optimizer reads ``gradients`` (after ``scale``) or the step is discarded; ``begin`` forgets either way.
+    """
+
+    def begin(self) -> None:
+        """Starts a step with all gradients zero."""
+
+    def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
+        """Surrounds forward and backward of a microbatch; a ghost's gradients count for nothing."""
+
+    def finish(self) -> None:
+        """Returns when every gradient on this rank is the sum over all ranks. Raises PeerLost."""
+
+    def square_sum(self) -> torch.Tensor:
+        """This rank's share of the squared norm of all gradients, float64, 0-dimensional; the shares add up."""
+
+    def reached(self) -> torch.Tensor:
+        """One float64 a parameter, in order: 1 where a gradient reached it on this rank in this step. Sums over ranks
+        tell which parameters took part at all: the others keep ``None`` as one device would leave them."""
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient, in place."""
+
+    def gradients(self) -> Mapping[str, torch.Tensor | None]:
+        """Each parameter's gradient for this rank's part of it."""
+
+    def detach(self) -> None:
+        """Takes its hooks off the module."""

@@ -1,0 +1,223 @@
+"""The two entrances to one engine: ``start`` for a script's own loop, ``prepare`` and ``work`` for the launcher."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stretto.assemble import build_template
+from stretto.checkpoint import Checkpoint, newest_whole
+from stretto.cluster import Cluster
+from stretto.comm.group import Group, Rendezvous
+from stretto.elastic.ledger import read_starts
+from stretto.errors import LaunchError, PlanError, UserError
+from stretto.launch.context import WorkerContext, attach
+from stretto.loop import train
+from stretto.observe import rss_bytes
+from stretto.order import TrainOrder
+from stretto.parallel.apply import check
+from stretto.plan import Plan
+from stretto.run import Prepared, Run, RunOptions
+from stretto.runfolder import (
+    RESOLVED_NAME,
+    START_ORIGIN,
+    Resolved,
+    create_run_folder,
+    read_resolved,
+    write_resolved,
+    write_text,
+)
+from stretto.task import Setting, Task, load_task
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def prepare(payload: dict[str, Any], report: Report) -> Prepared:
+    """Loads the task, really builds the model and picks the checkpoint: once a host, before its workers are forked."""
+    order = TrainOrder(**payload)
+    run = Path(order.run)
+    task = load_task(order.task, order.sets)
+    plan = Plan.parse(order.plan)
+    prepared = _prepare(task, plan, _newest(run, report) if order.resume else None)
+    first_step = prepared.checkpoint.step + 1 if prepared.checkpoint else 1
+    if order.stop_after is not None and order.stop_after < first_step and order.resume:
+        raise UserError(
+            f"--stop-after {order.stop_after}: this run has committed {first_step - 1} steps; give a later step"
+        )
+    resolved = _resolve(task, plan, order.plan, order.plan_origin)
+    if order.resume:
+        resolved = _with_first_origins(resolved, read_resolved(run))
+    write_resolved(run, resolved)
+    if task.path is not None:
+        write_text(run / "task.py", task.path.read_text(encoding="utf-8"))
+    report({"kind": "resolved", "rows": _rows(resolved), "run": order.run})
+    return prepared
+
+
+def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
+    """One worker of ``stretto train``: the plain loop over a run. Returns the summary."""
+    order, prepared = TrainOrder(**payload), context.prepared
+    options = RunOptions(Path(order.run), order.attempt, order.stop_after)
+    return train(open_run(prepared, options, context, form_group(prepared.plan, context)))
+
+
+def start(
+    task: str | Path | ModuleType | Any,
+    *,
+    plan: str | Plan | None = None,
+    settings: Mapping[str, Any] | None = None,
+    run: str | Path | None = None,
+    resume: bool = False,
+) -> Run:
+    """Begins a run in a script with its own loop; every worker calls it, first of all.
+
+    Args:
+        task: a path, or a module or object that holds a task's functions.
+        plan: default: data parallel over all workers.
+        settings: values for the task's settings and the recipe's fields.
+        run: the run folder; default: the next free ``runs/NAME``.
+        resume: go on from the newest whole checkpoint in ``run``, where there is one.
+
+    Raises:
+        PlanError: the plan needs another number of workers than were started.
+        UserError: anything else that is the user's to mend.
+    """
+    imported = rss_bytes()
+    context = attach()
+    context.imports_rss_bytes = context.imports_rss_bytes or imported
+    loaded = load_task(task, settings)
+    chosen = plan if isinstance(plan, Plan) else Plan.parse(plan or "", None if plan else context.world_size)
+    _check_started(chosen, context)
+    group = form_group(chosen, context)
+    folder, attempt = _agree_on_folder(group, loaded, None if run is None else Path(run), resume)
+    going_on = resume and (folder / "checkpoints").is_dir()
+    checkpoint = _newest(folder, context.control.send if group.rank == 0 else _quiet) if going_on else None
+    prepared = _prepare(loaded, chosen, checkpoint)
+    if group.rank == 0:
+        resolved = _resolve(loaded, chosen, str(chosen), START_ORIGIN)
+        write_resolved(folder, resolved)
+        context.control.send({"kind": "resolved", "rows": _rows(resolved), "run": str(folder)})
+    return open_run(prepared, RunOptions(folder, attempt), context, group)
+
+
+def form_group(plan: Plan, context: WorkerContext) -> Group:
+    """The group of the context's epoch. Every member must call it. It breaks when the launcher says so."""
+    context.coordinates = plan.mesh.describe(context.rank)
+    epoch = context.epoch
+    group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size), device=_device(context))
+    context.control.on_break(group.break_)
+    return group
+
+
+def open_run(prepared: Prepared, options: RunOptions, context: WorkerContext, group: Group) -> Run:
+    """The run over a formed group. Every member must call it."""
+    with group.guard():
+        return Run(prepared, options, context, group)
+
+
+def _prepare(task: Task, plan: Plan, checkpoint: Checkpoint | None) -> Prepared:
+    template = build_template(task)
+    check(template, plan)
+    return Prepared(task, plan, template, checkpoint)
+
+
+def _newest(run: Path, report: Report) -> Checkpoint:
+    checkpoint, notes = newest_whole(run / "checkpoints")
+    for note in notes:
+        report({"kind": "note", "text": note})
+    return checkpoint
+
+
+def _quiet(event: dict[str, Any]) -> None:
+    """One member tells of a note; the others keep quiet."""
+
+
+def _device(context: WorkerContext) -> Any:
+    """One accelerator for each worker of this host, or the CPU where there are fewer."""
+    import torch
+
+    workers_here = context.world_size if context.epoch.store.startswith("file:") else context.local_rank + 1
+    if torch.cuda.is_available() and torch.cuda.device_count() >= workers_here:
+        torch.cuda.set_device(context.local_rank)
+        return torch.device("cuda", context.local_rank)
+    return torch.device("cpu")
+
+
+def _check_started(plan: Plan, context: WorkerContext) -> None:
+    if plan.world_size == context.world_size:
+        return
+    script = Path(sys.argv[0]).name or "SCRIPT.py"
+    raise PlanError(
+        f"plan {plan} needs {plan.world_size} worker(s), but {context.world_size} was started; "
+        f"use `stretto run {script} --workers {plan.world_size}`"
+    )
+
+
+def _agree_on_folder(group: Group, task: Task, wanted: Path | None, resume: bool) -> tuple[Path, int]:
+    """Rank 0 makes or finds the folder and counts the starts; the others are told."""
+    found: dict[str, Any] | None = None
+    if group.rank == 0:
+        if resume and wanted is None:
+            raise LaunchError("start(resume=True) needs the run folder: start(..., run='runs/NAME', resume=True)")
+        known = resume and wanted is not None and (wanted / RESOLVED_NAME).is_file()
+        folder = wanted if known and wanted is not None else create_run_folder(wanted, task.name)
+        starts = read_starts(folder)
+        found = {"folder": str(folder), "attempt": starts[-1].attempt + 1 if starts else 1}
+    found = group.broadcast_json(found)
+    return Path(found["folder"]), int(found["attempt"])
+
+
+def _resolve(task: Task, plan: Plan, plan_text: str, plan_origin: str) -> Resolved:
+    cluster = Cluster.measure()
+    named = {piece.partition("=")[0].strip() for piece in plan_text.split(",")}
+    recipe = {
+        name: {"value": getattr(task.recipe, name), "origin": origin} for name, origin in task.recipe_origins.items()
+    }
+    settings = {name: _entry(entry) for name, entry in task.settings.items() if name not in recipe}
+    return Resolved(
+        name=task.name,
+        task=None if task.path is None else str(task.path),
+        settings=settings,
+        recipe=recipe,
+        plan={
+            name: {"value": value, "origin": plan_origin if name in named else "default"}
+            for name, value in asdict(plan).items()
+        },
+        cluster={name: {"value": value, "origin": "measured"} for name, value in asdict(cluster).items()},
+    )
+
+
+def _with_first_origins(resolved: Resolved, before: Resolved) -> Resolved:
+    """A resume gives every value anew; where each came from at first is what a reader wants to know."""
+
+    def kept(part: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+        same = {key for key, entry in part.items() if key in old and old[key].get("value") == entry["value"]}
+        return {key: old[key] if key in same else entry for key, entry in part.items()}
+
+    return replace(
+        resolved,
+        settings=kept(resolved.settings, before.settings),
+        recipe=kept(resolved.recipe, before.recipe),
+    )
+
+
+def _entry(setting: Setting) -> dict[str, Any]:
+    value = list(setting.value) if isinstance(setting.value, tuple) else setting.value
+    plain = value if value is None or isinstance(value, bool | int | float | str | list | dict) else repr(value)
+    return {"value": plain, "origin": setting.origin}
+
+
+def _rows(resolved: Resolved) -> list[list[Any]]:
+    parts = (
+        ("settings", resolved.settings),
+        ("recipe", resolved.recipe),
+        ("plan", resolved.plan),
+        ("cluster", resolved.cluster),
+    )
+    rows: list[list[Any]] = [["task", "file", resolved.task or resolved.name, "command"]]
+    rows += [[section, key, entry["value"], entry["origin"]] for section, part in parts for key, entry in part.items()]
+    return rows

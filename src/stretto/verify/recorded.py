@@ -1,0 +1,54 @@
+"""One device's steps, read back slice by slice: a rank reads only what it holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from stretto.state import Box
+from stretto.verify.facts import ReferenceRecord
+from stretto.verify.reference import RECORD
+
+
+class Recorded:
+    """The files that a :class:`~stretto.verify.reference.Reference` left in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.record = ReferenceRecord.from_json(json.loads((folder / RECORD).read_text(encoding="utf-8")))
+        self._files: dict[int, Any] = {}
+
+    def names(self, step: int) -> frozenset[str]:
+        """The tensors of one step."""
+        return frozenset(self._file(step).keys())
+
+    def shape(self, step: int, name: str) -> tuple[int, ...]:
+        """Logical shape. The tensor must be one of :meth:`names`."""
+        return tuple(self._file(step).get_slice(name).get_shape())
+
+    def read(self, step: int, name: str, box: Box) -> torch.Tensor:
+        """One box of a tensor, shape ``box.shape``; nothing else of it is read."""
+        if not box.starts:
+            return self._file(step).get_tensor(name)  # type: ignore[no-any-return]
+        if not box.numel:
+            return self._file(step).get_tensor(name).new_empty(box.shape)  # type: ignore[no-any-return]
+        bounds = box.within(Box.whole(self.shape(step, name)))
+        return self._file(step).get_slice(name)[bounds]  # type: ignore[no-any-return]
+
+    def scale(self, step: int, measure: str) -> float:
+        """Largest magnitude on one device; 0 for a measure that nothing has."""
+        record = self.record
+        scales = record.scales if step == 0 else record.steps[step - 1].scales
+        return scales.get(measure, 0.0)
+
+    def _file(self, step: int) -> Any:
+        if step not in self._files:
+            self._files.clear()  # steps are looked at in order; an old one's pages need not stay mapped
+            self._files[step] = safe_open(  # type: ignore[no-untyped-call]
+                str(self._folder / f"step-{step}.safetensors"), framework="pt"
+            )
+        return self._files[step]

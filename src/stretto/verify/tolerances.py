@@ -1,0 +1,42 @@
+"""How far a plan may be from one device, in each type of numbers.
+
+Two right computations differ because sums are taken in another order. Such a difference is a small multiple of the
+type's epsilon, whatever the type; a mistake's is a multiple of the numbers themselves. The bounds lie between.
+
+float64 (epsilon 2.2e-16): right code measures up to 1e-14 for gradients, 1e-13 for weights after five steps; the bounds
+of 1e-12 and 1e-11 leave a hundredfold, and are a thousand times below the smallest mistake worth the name.
+
+float32 (epsilon 1.2e-7, 2**29 times larger): the same multiples of epsilon would be 5e-4 and 5e-3, and are the bounds.
+The threshold below which an element's gradient is taken for noise grows too, for the same reason, but with the square
+root of epsilon (1e-9 times 2**14.5): it has to stay above gradients' rounding, and far below the gradients themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Bounds on relative differences: largest difference of a kind over its largest magnitude on one device.
+
+    Args:
+        quiet: share of the largest gradient under which an element's gradient is rounding noise. Adam turns noise on a
+            zero gradient into a full step, so such elements are left out of the comparison of weights and state.
+    """
+
+    loss: float
+    gradient: float
+    norm: float
+    weight: float
+    state: float
+    quiet: float
+
+
+FLOAT64: Final = Tolerances(loss=1e-12, gradient=1e-12, norm=1e-12, weight=1e-11, state=1e-11, quiet=1e-9)
+FLOAT32: Final = Tolerances(loss=5e-4, gradient=5e-4, norm=5e-4, weight=5e-3, state=5e-3, quiet=2e-5)
+
+TOLERANCES: Final[Mapping[str, Tolerances]] = MappingProxyType({"float64": FLOAT64, "float32": FLOAT32})

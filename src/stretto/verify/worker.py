@@ -1,0 +1,80 @@
+"""What the workers of a plan do: train a few steps under a witness."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from stretto.assemble import assemble, build_template, disassemble
+from stretto.comm.group import Group, Rendezvous
+from stretto.data import Position, Sampler
+from stretto.errors import PlanError
+from stretto.launch import WorkerContext
+from stretto.launch.job import resolve
+from stretto.parallel import Template
+from stretto.plan import Plan
+from stretto.step import Stepper
+from stretto.task import Task, load_task
+from stretto.verify.facts import RankFacts
+from stretto.verify.feed import Feed, WatchedDataset, WatchedSync
+from stretto.verify.recorded import Recorded
+from stretto.verify.witness import Witness
+
+Payload = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the workers of one host share."""
+
+    task: Task
+    template: Template
+    dataset: Dataset[Any]
+
+
+def prepare(payload: Payload, report: Callable[[Payload], None]) -> Prepared:
+    """Builds the model and the data, once a host."""
+    task = load_task(payload["task"], payload["sets"])
+    return Prepared(task, build_template(task), task.data()["train"])
+
+
+def work(payload: Payload, context: WorkerContext) -> Payload:
+    """A worker's entry. Returns ``{"facts": ...}``, or ``{"refused": why}`` where the plan is refused on the spot.
+
+    ``payload["plant"]`` may name a function ``module:function`` that is called with the rank first: a fault to be
+    found, planted in this process only.
+    """
+    plan = Plan.parse(payload["plan"])
+    context.coordinates = plan.mesh.describe(context.rank)
+    if payload["plant"] is not None:
+        resolve(payload["plant"])(context.rank)
+    try:
+        return {"facts": _train(plan, payload, context).to_json()}
+    except PlanError as error:
+        return {"refused": str(error)}
+
+
+def _train(plan: Plan, payload: Payload, context: WorkerContext) -> RankFacts:
+    prepared: Prepared = context.prepared
+    task, epoch = prepared.task, context.epoch
+    group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size))
+    context.control.on_break(group.break_)
+    feed = Feed()
+    machinery = assemble(task, plan, prepared.template, group)
+    machinery = dataclasses.replace(machinery, sync=WatchedSync(machinery.sync, feed))
+    witness = Witness(Recorded(Path(payload["folder"])), machinery, feed)
+    witness.begin()
+    dataset = WatchedDataset(prepared.dataset, feed)
+    stepper = Stepper(task, plan, dataset, machinery, witness)
+    batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
+    for batch in islice(batches, payload["steps"]):
+        stepper.step(batch)
+    facts = witness.facts()
+    disassemble(machinery)
+    return facts
