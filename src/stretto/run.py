@@ -17,7 +17,7 @@ from typing import Any
 from stretto.assemble import assemble, disassemble
 from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, snapshot_slices
 from stretto.comm.group import Group
-from stretto.data import BatchHandle, Generators, Position, Sampler, cut, seed_everything
+from stretto.data import BatchHandle, Generators, Position, Sampler, cut, derive_seed, seed_everything
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
 from stretto.errors import CheckpointError, UserError, nearest
 from stretto.launch.context import WorkerContext
@@ -96,6 +96,7 @@ class Run:
         self._on = assemble(self.task, self.plan, prepared.template, group, _checked(prepared))
         self._progress = _Progress()
         self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
+        seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
         prepared.template.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -114,7 +115,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
     """Writes ``summary.json``."""
-    write_text(run / SUMMARY_NAME, json.dumps(summary, indent=1) + "\n")
+    write_text(run / SUMMARY_NAME, json.dumps(plain_json(dict(summary)), indent=1) + "\n")
+
+
+def plain_json(value: Any) -> Any:
+    """The value with null for what JSON has no number for (NaN, infinities), so that every reader can read it."""
+    if isinstance(value, dict):
+        return {key: plain_json(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_resolved(run: Path, resolved: Resolved) -> None:

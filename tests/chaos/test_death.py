@@ -21,7 +21,8 @@ import json, sys
 from stretto.elastic.coordinator import Graces
 from stretto.launch import Job, LocalLauncher
 entry, payload, workers, prepare, preload = json.loads(sys.argv[1])
-job = Job(f"launch_entries:{entry}", payload, workers, prepare and f"launch_entries:{prepare}", python_path=(sys.argv[2],))
+prepare = prepare and f"launch_entries:{prepare}"
+job = Job(f"launch_entries:{entry}", payload, workers, prepare, python_path=(sys.argv[2],))
 with LocalLauncher(preload, graces=Graces(1.0, 0.5, 1.0)) as launcher:
     print(json.dumps({"server": launcher._server._process.pid}), flush=True)
     result = launcher.run(job, lambda member, event: print(json.dumps(event), flush=True))
@@ -100,13 +101,18 @@ def launch() -> Iterator[Callable[..., Launcher]]:
         launcher.end()
 
 
-def test_a_killed_launcher_leaves_nothing(launch: Callable[..., Launcher]) -> None:
-    """Two workers, one of them stopped, each with two loader workers and a program."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_launcher_leaves_nothing(launch: Callable[..., Launcher], stopped: bool) -> None:
+    """Two workers, one of them stopped or none, each with two loader workers and a program.
+
+    Both, because the kernel hangs up on an orphaned group only where one of it is stopped.
+    """
     launcher = launch("descendants", {}, 2, preload=["torch.utils.data"])
     workers = [launcher.heard()["pid"] for _ in range(2)]
     family = launcher.offspring()
     assert len(family) >= 2 + 2 * 4, f"server, host, and two of worker, two loaders, program: {family}"
-    os.kill(workers[0], signal.SIGSTOP)
+    if stopped:
+        os.kill(workers[0], signal.SIGSTOP)
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     launcher.process.kill()
     took = gone_within(2.0, launcher.offspring)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -65,10 +66,23 @@ def prepare_killed(payload: Payload, report: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def prepare_no_room(payload: Payload, report: Any) -> None:
+    """From the second fork on, this host is refused new processes, as by a limit on their number."""
+    real, forks = os.fork, iter([True])
+
+    def fork() -> int:
+        if next(forks, False):
+            return real()
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    os.fork = fork
+
+
 def talk(payload: Payload, context: WorkerContext) -> None:
     """Many events, and one larger than any socket buffer, right before the end."""
     for number in range(payload["events"]):
         context.control.send({"kind": "number", "number": number})
+    time.sleep(payload.get("pause", 0))
     context.control.send({"kind": "large", "text": "x" * payload["bytes"]})
     os.write(1, b"y" * payload["printed"] + b"\n")
     print(f"printed by {context.rank}")
@@ -158,7 +172,7 @@ def descendants(payload: Payload, context: WorkerContext) -> None:
     loader: Any = iter(DataLoader(TensorDataset(torch.arange(1000)), num_workers=2, persistent_workers=True))
     next(loader)
     program = subprocess.Popen(["sleep", "600"])
-    context.control.send({"kind": "ready", "pid": os.getpid(), "program": program.pid})
+    context.control.send({"kind": "ready", "pid": os.getpid(), "host": os.getppid(), "program": program.pid})
     if payload.get("then") == "end":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)

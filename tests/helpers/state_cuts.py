@@ -22,7 +22,7 @@ def shapes() -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Boxes that tile a shape: a box is cut in two along one dimension, up to seven times; some may be empty."""
+    """Boxes that tile a shape: cut in two along one dimension, up to seven times; some are empty."""
     boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 7)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))

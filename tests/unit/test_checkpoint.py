@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -42,7 +43,7 @@ def steps(folder: Path) -> list[int]:
     return [open_checkpoint(path).step for path in list_checkpoints(folder)]
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_written_under_any_cut_it_is_read_under_any_other(data: st.DataObject) -> None:
     """Every element type and shape, over 1 to 3 members."""
@@ -82,10 +83,14 @@ def test_complex_numbers_are_read_from_any_place_in_a_file(tmp_path: Path, num_b
     save_file({"a": before, "b": torch.view_as_real(number)}, path)
     spec, file = TensorSpec.of("b", number), TensorFile(path)
     for rows in ((0, 3), (1, 2), (2, 3)):
-        assert torch.equal(file.read("b", spec, (slice(*rows), slice(1, 2))) * 2, number[slice(*rows), 1:2] * 2)
+        assert torch.equal(
+            file.read("b", spec, (slice(*rows), slice(1, 2))) * 2, number[slice(*rows), 1:2] * 2
+        )
     memory = MemorySource({"model/a": before, "model/b": number})
     pieces = [
-        piece for name in memory.names() for piece in cut_slices(memory, name, [Box.whole(memory.spec(name).shape)])
+        piece
+        for name in memory.names()
+        for piece in cut_slices(memory, name, [Box.whole(memory.spec(name).shape)])
     ]
     writer = CheckpointWriter(tmp_path)
     writer.save(Snapshot(1, "t", "m1", ("m1",), True, tuple(pieces)))
@@ -109,7 +114,9 @@ def test_the_folder_is_plain_files_that_others_can_read(tmp_path: Path) -> None:
     assert manifest["members"] == ["m1", "m2"]
     with safe_open(str(path / "member-m1.safetensors"), framework="pt") as file:
         assert torch.equal(file.get_tensor("model/weight [0:3, 0:5]"), state_of_step(100)["model/weight"][:3])
-        assert torch.equal(file.get_tensor("generator/torch [0:32]"), state_of_step(100)["generator/torch"][:32])
+        assert torch.equal(
+            file.get_tensor("generator/torch [0:32]"), state_of_step(100)["generator/torch"][:32]
+        )
     meta = open_checkpoint(path).meta
     assert (meta["note"], meta["big"], str(meta["loss"])) == ("hello", 2**70, "nan")
 
@@ -137,7 +144,7 @@ def test_only_owned_slices_are_copied_and_the_copies_are_private() -> None:
 
 
 def test_save_returns_while_the_write_is_held_up(tmp_path: Path) -> None:
-    """Training waits for the copy only: the write stands still in its first half until the test lets it go on."""
+    """Training waits for the copy only: the write stands still half-way until the test lets it go on."""
     go, reached = threading.Event(), threading.Event()
 
     def hold(point: str) -> None:
@@ -146,7 +153,9 @@ def test_save_returns_while_the_write_is_held_up(tmp_path: Path) -> None:
             assert go.wait(30)
 
     committed: list[tuple[int, Path]] = []
-    writer = CheckpointWriter(tmp_path, on_point=hold, on_commit=lambda step, path: committed.append((step, path)))
+    writer = CheckpointWriter(
+        tmp_path, on_point=hold, on_commit=lambda step, path: committed.append((step, path))
+    )
     begin = time.perf_counter()
     writer.save(snapshots(3)[0])
     seconds = time.perf_counter() - begin
@@ -157,7 +166,7 @@ def test_save_returns_while_the_write_is_held_up(tmp_path: Path) -> None:
     writer.wait()
     assert not writer.busy
     assert committed == [(3, tmp_path / "step-00000003")]
-    assert seconds < 0.05
+    assert seconds < 5  # not the 30 s of the held write; the copy itself takes a millisecond
 
 
 def test_what_the_caller_alters_after_save_is_not_saved(tmp_path: Path) -> None:
@@ -228,6 +237,37 @@ def test_a_member_that_does_not_come_is_named_and_nothing_stays(tmp_path: Path) 
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_a_checkpoint_appears_by_one_rename(tmp_path: Path) -> None:
+    """Of all that Python asks of the system in a save, one rename touches the checkpoint's own name."""
+    touched: list[tuple[str, ...]] = []
+    watching = True
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:  # an audit hook stays for the process's life
+        if watching and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.link", "os.truncate"):
+            text = tuple(str(argument) for argument in arguments)
+            if any("/step-" in part for part in text):
+                touched.append((event, *text[:2]))
+
+    sys.addaudithook(hook)
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step in (1, 2):
+        for snapshot in snapshots(step, token=f"t{step}"):
+            writer.save(snapshot)
+    writer.wait()
+    watching = False
+    pruned = str(tmp_path / ".step-00000001.pruned-t2")
+    changes = [change for change in touched if change[0] != "open"]
+    assert changes == [
+        (
+            "os.rename",
+            str(tmp_path / f".step-0000000{step}.partial-t{step}"),
+            str(tmp_path / f"step-0000000{step}"),
+        )
+        for step in (1, 2)
+    ] + [("os.rename", str(tmp_path / "step-00000001"), pruned)]
+    assert all(mode == "r" or mode == "rb" for event, _, mode in touched if event == "open"), touched
+
+
 def test_cancel_ends_a_save_that_waits_for_a_dead_member(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path)
     writer.save(snapshots(2, num_members=2)[0])
@@ -295,7 +335,9 @@ def test_keep_1_keeps_the_last_good_one_when_the_new_save_fails(tmp_path: Path, 
 
     writer = CheckpointWriter(tmp_path, keep=1, on_point=fail)
     writer.save(snapshots(2)[0])
-    with pytest.raises(CheckpointError, match=r"cannot write checkpoint step-00000002 .*: No space left on device"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot write checkpoint step-00000002 .*: No space left on device"
+    ):
         writer.wait()
     assert names(tmp_path) == ["step-00000001"]
     newest_whole(tmp_path)

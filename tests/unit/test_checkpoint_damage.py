@@ -74,6 +74,12 @@ def forget_a_piece(path: Path) -> None:
     rewrite_manifest(path, alter)
 
 
+def swap_a_line_break_for_a_space(path: Path) -> None:
+    """Alters no value."""
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("\n", " ", 1))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, f"{OTHER} is 12 bytes short"),
     "lengthened": (lengthen, f"{OTHER} is 1 bytes too long"),
@@ -93,6 +99,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "is not a checkpoint's manifest",
     ),
     "outside": (name_a_file_outside, "'../member-m2.safetensors' is not a data file of this folder"),
+    "spaces": (swap_a_line_break_for_a_space, "manifest.json was altered (its checksum does not match)"),
     "version": (claim("version", 2), "manifest.json has version 2; this program reads version 1"),
     "step": (claim("step", 99), "manifest.json is of step 99"),
     "unknown field": (

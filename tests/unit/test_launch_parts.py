@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.elastic.failure import Failure
-from stretto.errors import LaunchError, PeerLost, UserError
+from stretto.errors import PeerLost, UserError
 from stretto.launch.context import attach, first_host
 from stretto.launch.failures import describe, judge
 from stretto.launch.job import Job, resolve
@@ -34,8 +36,6 @@ def attach_with(variables: dict[str, str]) -> dict[str, Any]:
     run = subprocess.run(
         [sys.executable, "-c", code], env={**clean, **variables}, capture_output=True, text=True, check=True
     )
-    import json
-
     found: dict[str, Any] = json.loads(run.stdout)
     return found
 
@@ -86,8 +86,6 @@ def test_variables_that_are_not_whole_are_one_line(variables: dict[str, str], sa
 
 
 def test_a_port_in_use_is_one_line() -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         found = attach_with({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})

@@ -114,9 +114,9 @@ def test_it_is_quick_and_takes_no_memory_of_the_tensors_size() -> None:
     tensor = torch.zeros(10_000_000)
     seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         digest(tensor)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.thread_time() - begin)
     tracemalloc.start()
     digest(tensor)
     peak_bytes = tracemalloc.get_traced_memory()[1]

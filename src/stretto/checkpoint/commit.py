@@ -141,7 +141,11 @@ def abandon(place: Place, reason: str) -> None:
     so that a full disk has room for the word.
     """
     if place.snapshot.committer:
-        shutil.rmtree(place.partial, ignore_errors=True)
+        # By a rename, for a member still writing must find the folder there or gone, not half deleted.
+        hidden = place.folder / hidden_name(place.snapshot.step, "pruned", place.snapshot.token)
+        with contextlib.suppress(OSError):
+            place.partial.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
         return
     member = place.snapshot.member
     with contextlib.suppress(OSError):
@@ -152,12 +156,12 @@ def abandon(place: Place, reason: str) -> None:
 
 
 def _owned_pieces(slices: tuple[Slice, ...]) -> dict[str, Slice]:
-    """The slices to write by their key in the file: the name, and the box where it is not the whole tensor."""
+    """The slices to write by key: the tensor's name, and the box where it is not the whole tensor."""
     pieces: dict[str, Slice] = {}
     for piece in slices:
         if not piece.owner or (piece.spec.numel and not piece.box.numel):
             continue
-        # A tensor without elements has nothing but its name, shape and type to keep: one piece, whatever its box.
+        # A tensor without elements has only name, shape and type to keep: one piece, whatever its box.
         whole = piece.box.shape == piece.spec.shape or not piece.spec.numel
         key = piece.spec.name if whole else f"{piece.spec.name} {piece.box}"
         if key in pieces and piece.spec.numel:
@@ -178,7 +182,9 @@ def _entries(member: str, pieces: dict[str, Slice]) -> dict[str, TensorEntry]:
             partial=f"{partial_digest(piece.data, piece.box, spec.shape):016x}",
         )
         before = entries[spec.name].pieces if spec.name in entries else ()
-        entries[spec.name] = TensorEntry(dtype=spec.dtype, shape=spec.shape, digest="", pieces=(*before, entry))
+        entries[spec.name] = TensorEntry(
+            dtype=spec.dtype, shape=spec.shape, digest="", pieces=(*before, entry)
+        )
     return entries
 
 
@@ -228,7 +234,8 @@ def _merge(place: Place, reports: list[Report]) -> dict[str, TensorEntry]:
             spec = entry.spec(name)
             if specs.setdefault(name, spec) != spec:
                 raise CheckpointError(
-                    f"checkpoint {name_of_save} was given up: members disagree on {name}: {specs[name]} and {spec}"
+                    f"checkpoint {name_of_save} was given up: members disagree on {name}: "
+                    f"{specs[name]} and {spec}"
                 )
             known = pieces.setdefault(name, [])
             # Of a tensor without elements one piece is enough.

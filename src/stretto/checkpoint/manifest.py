@@ -41,8 +41,6 @@ class PieceEntry(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not is_data_name(self.file):
-            raise ValueError(f"{self.file!r} is not a data file of this folder")
         self.box()
         return self
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stretto.cli.progress import Progress
 from stretto.cli.words import count, duration, held_out, measures, number, plan_lines, size
+from stretto.runfolder import plain_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,12 +94,12 @@ class Display:
         """The last lines, where the run came to an end that can be built on."""
         if self._quiet or self.summary is None:
             return
-        width = max(len(command) for command, _ in commands if len(command) <= _COMMAND_WIDTH)
+        width = max((len(command) for command, _ in commands if len(command) <= _COMMAND_WIDTH), default=0)
         self._print("\nNext:", "bold")
         for command, why in commands:
-            comment = f"  # {why}"
-            fits = 2 + max(width, len(command)) + len(comment) <= self._width()
-            self._print_parts((f"  {command:<{width}}" if fits else f"  {command}", ""), (comment if fits else "", "dim"))
+            padded, comment = f"  {command:<{width}}", f"  # {why}"
+            fits = len(padded) + len(comment) <= self._width()
+            self._print_parts(*([(padded, ""), (comment, "dim")] if fits else [(padded.rstrip(), "")]))
 
     # ---- events
 
@@ -137,7 +138,7 @@ class Display:
         if self._quiet:
             import json
 
-            print(json.dumps(summary), flush=True)
+            print(json.dumps(plain_json(summary)), flush=True)
             return
         found = self._evaluation
         if found is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from stretto.cli.options import shown_path
+from stretto.cli.options import SEEN_ONCE, shown_path
 from stretto.errors import one_line
 from stretto.runfolder import RESOLVED_NAME, FolderLock, create_run_folder
 
@@ -124,8 +124,8 @@ def conclude(result: JobResult, display: Display, run: Path | None) -> int:
     failure = result.failure
     if failure is None:
         if result.exit_code and display.summary is None:
-            kept = f"go on with: {resume}" if can_resume else "no checkpoint had been written"
-            print(f"stretto: interrupted; {kept}", file=sys.stderr)
+            kept = f"; go on with: {resume}" if can_resume else "; no checkpoint had been written" if resume else ""
+            print(f"stretto: interrupted{kept}", file=sys.stderr)
         return result.exit_code
     if failure.kind == "user":
         print(f"stretto: {one_line(failure.text)}", file=sys.stderr)
@@ -145,7 +145,7 @@ def next_commands(launch: Launch, finished: bool) -> list[tuple[str, str]]:
     found = [] if finished else [(f"stretto resume {run}", "goes on from here")]
     if not finished and plan.world_size > 1:
         found.append((f"stretto resume {run} --workers 1", "on another number of workers, same numbers"))
-    found.append((f"stretto audit {run}", "was every sample seen once an epoch?"))
+    found.append((f"stretto audit {run}", SEEN_ONCE))
     found.append((f"stretto verify {task} --plan {proof}{sets}", "are these one device's numbers?"))
     if finished:
         why = "the same, whole on each worker" if plan.zero else "the same, everything sharded"

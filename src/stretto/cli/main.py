@@ -38,9 +38,9 @@ def _top(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
-        import stretto
+        from stretto import __version__
 
-        print(f"stretto {stretto.__version__}")
+        print(f"stretto {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())

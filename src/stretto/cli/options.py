@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from stretto.errors import TaskError, UserError, nearest
 from stretto.task import resolve_task_path
+
+SEEN_ONCE: Final = "was every sample seen once an epoch?"
 
 TaskArgument = Annotated[
     str, typer.Argument(metavar="TASK", help="A task: a Python file, or a folder that holds task.py.")

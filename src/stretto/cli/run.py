@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.options import SEEN_ONCE, shown_path
 from stretto.errors import LaunchError, nearest
 
 
@@ -54,6 +56,16 @@ def launch_script(script: Path, args: list[str], workers: int) -> int:
                 python_path=(str(script.parent),),
             )
             result = launcher.run(job, display.on_event, display.on_output)
+            if result.failure is None and display.run is not None:
+                display.next_commands(next_commands(script, display.run, args, workers))
         if display.run is not None and display.run.is_dir():
             shutil.copytree(logs, display.run / "logs", dirs_exist_ok=True)
     return conclude(result, display, None)
+
+
+def next_commands(script: Path, run: Path, args: list[str], workers: int) -> list[tuple[str, str]]:
+    """Commands to try next, each with what it is for."""
+    again = f"stretto run {shlex.quote(shown_path(script))} --workers {2 if workers == 1 else 1}"
+    again += f" -- {shlex.join(args)}" if args else ""
+    audit = f"stretto audit {shlex.quote(shown_path(run))}"
+    return [(audit, SEEN_ONCE), (again, "the same numbers")]

@@ -22,15 +22,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from stretto.errors import LaunchError, PeerLost
 
-_LOST = (
-    "gloo",
-    "nccl",
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "timed out",
-    "socket",
-)
+_LOST = ("gloo/transport", "connection closed by peer", "connection reset", "broken pipe", "timed out", "nccl comm")
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,8 @@ def _open_store(rendezvous: Rendezvous) -> Store:
     if not rendezvous.store and rendezvous.world_size == 1:
         return HashStore()
     if kind == "file":
-        return FileStore(place, rendezvous.world_size)
+        # A file for each epoch: a store removes its file when the last holder lets go, be it late.
+        return FileStore(f"{place}-{rendezvous.epoch}", rendezvous.world_size)
     if kind == "tcp":
         host, _, port = place.rpartition(":")
         return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60))

@@ -94,7 +94,7 @@ class RunningJob:
         with theirs:
             try:
                 self._server.channel.send(message, [theirs.fileno()])
-            except BrokenPipeError:
+            except ConnectionError:
                 self._hear_server()
         self._host_runs = True
         while self._finish is None:
@@ -113,7 +113,7 @@ class RunningJob:
         deadline = time.monotonic() + _CLEAR_SECONDS
         server = self._server.channel
         if self._host_runs:
-            with suppress(BrokenPipeError):
+            with suppress(ConnectionError):
                 server.send({"kind": "end"})
         while self._host_runs and not server.at_end and time.monotonic() < deadline:
             select.select([server], [], [], max(0.0, deadline - time.monotonic()))
@@ -140,11 +140,11 @@ class RunningJob:
     def _hear(self, ready: set[int]) -> None:
         if self._interrupts.fileno() in ready:
             self._hear_signals()
-        for member, worker in list(self._workers.items()):
-            if worker.channel.fileno() in ready:
-                self._hear_worker(member, worker)
         if self._host is not None and self._host.fileno() in ready:
             self._hear_host(self._host)
+        for member, worker in self._workers.items():
+            if worker.channel.fileno() in ready:
+                self._hear_worker(member, worker)
         if self._server.channel.fileno() in ready:
             self._hear_server()
 
@@ -230,6 +230,8 @@ class RunningJob:
     def _spawn(self, member: str, rank: int) -> None:
         log = self._job.log_of(member)
         if rank == 0 and log is not None:
+            if self._tail is not None:
+                self._tail.follow()  # of the member before, to its end
             self._tail = Tail(log, self._on_output)
         channel, theirs = channel_pair()
         self._workers[member] = _Worker(rank, channel)
@@ -242,12 +244,12 @@ class RunningJob:
 
     def _tell(self, members: tuple[str, ...], message: Message) -> None:
         for member in members:
-            with suppress(BrokenPipeError):  # it has ended; the host is about to say so
+            with suppress(ConnectionError):  # it has ended; the host is about to say so
                 self._workers[member].channel.send(message)
 
     def _tell_host(self, message: Message, fds: Sequence[int] = ()) -> None:
         if self._host is not None:
-            with suppress(BrokenPipeError):  # likewise, the server
+            with suppress(ConnectionError):  # likewise, the server
                 self._host.send(message, fds)
 
     def _stop_with(self, failure: Failure | None) -> None:
@@ -263,7 +265,7 @@ class RunningJob:
         for member, worker in self._workers.items():
             log = self._job.log_of(member)
             if log is not None and worker.last_word is not None and worker.last_word["kind"] == "failed":
-                with log.open("a") as file:
+                with suppress(OSError), log.open("a") as file:  # a full disk must not hide the failure itself
                     file.write(worker.last_word["text"] + "\n")
 
 

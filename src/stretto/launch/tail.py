@@ -25,7 +25,7 @@ class Tail:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # not yet
             return
         self._offset += len(data)
         if text := self._decoder.decode(data):

@@ -12,6 +12,7 @@ from typing import Any
 
 from stretto.comm.framed import Channel
 from stretto.elastic.epoch import MembershipEpoch
+from stretto.errors import LaunchError
 from stretto.launch.context import WorkerContext, enter
 from stretto.launch.control import ChannelControl
 from stretto.launch.failures import describe
@@ -25,7 +26,11 @@ def run_worker(job: Job, member: str, channel: Channel, prepared: Any, imports_r
     atexit._clear()  # what the host has registered is the host's
     log = job.log_of(member)
     if log is not None:
-        print_to(log)
+        try:
+            print_to(log)
+        except OSError as error:
+            channel.send(describe(LaunchError(f"the log {log} cannot be written: {error.strerror}")))
+            return LaunchError.exit_code
     faulthandler.enable(file=2)
     set_threads(job.threads)
 

@@ -45,6 +45,7 @@ class Sharded:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no pre-multiplied sum
         self._dtensors = {name: p for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
         owners = assign_owners((s for s in template.specs.values() if not s.shape), group.size)
         parameters = dict(self.module.named_parameters())

@@ -1,7 +1,7 @@
 """From facts to the first divergence and what it probably means. Pure: no torch, no process.
 
-Within a step things are looked at in the order in which they are computed (samples, loss, gradient, norm, weight, state),
-because a mistake shows in everything after it.
+Within a step things are looked at in the order in which they are computed (samples, loss, gradient, norm, weight,
+state), because a mistake shows in everything after it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ class Case:
     Args:
         ranks: the ranks' facts of the step, in rank order.
         reference: one device's step; None before the first.
-        earlier: whether there was a step before that all ranks did right.
     """
 
     record: ReferenceRecord
     reference: ReferenceStep | None
     ranks: tuple[StepFacts, ...]
     limits: Tolerances
-    earlier: bool
 
     @property
     def num_samples(self) -> int:
@@ -54,9 +52,7 @@ class Case:
         return [(rank, fact) for rank, fact in self.facts(*kinds) if fact.differs]
 
 
-def first_divergence(
-    record: ReferenceRecord, ranks: Sequence[RankFacts], limits: Tolerances
-) -> Divergence | None:
+def first_divergence(record: ReferenceRecord, ranks: Sequence[RankFacts], limits: Tolerances) -> Divergence | None:
     """The first thing in which any rank and one device differ, or None."""
     steps = sorted({facts.step for rank in ranks for facts in rank.steps})
     by_step = [{facts.step: facts for facts in rank.steps} for rank in sorted(ranks, key=lambda r: r.rank)]
@@ -66,7 +62,6 @@ def first_divergence(
             reference=record.steps[step - 1] if step else None,
             ranks=tuple(rank.get(step, StepFacts(step=step)) for rank in by_step),
             limits=limits,
-            earlier=step > 1,
         )
         for look in _LOOKS:
             if (found := look(step, case)) is not None:
@@ -135,10 +130,11 @@ def _loss(step: int, case: Case) -> Divergence | None:
     off = case.ranks[0].weight
     if abs(off - case.reference.weight) > case.limits.loss * abs(case.reference.weight):
         likely = f"the loss weights add up to {off:.9g}, on one device to {case.reference.weight:.9g}"
-    elif ratio is not None and _notable(ratio, case) and case.earlier is False:
-        likely = f"the loss is {_times(ratio)} one device's: the sum over ranks is missing, or has a wrong divisor"
+    elif ratio is not None and any(abs(ratio - r) < case.close for r in (len(case.ranks), 1 / len(case.ranks))):
+        likely = f"the loss is {_times(ratio)} one device's: its sum over ranks has a wrong divisor"
     else:
         likely = "forward computes something else here than on one device, though it began with the same weights"
+        likely += _kink(case)
     return Divergence(step, "loss", "loss", None, by, likely)
 
 
@@ -160,17 +156,18 @@ def _gradient(step: int, case: Case) -> Divergence | None:
         )
     elif ratio is not None:
         likely = f"every gradient is {_times(ratio)} one device's: the sum over ranks has a wrong divisor"
-    elif (ghost := _ghost(step, "gradient", max(fact.rel for _, fact in wrong), case)) is not None:
-        return ghost
     elif apart:
         some = "" if len(apart) == len({f.name for _, f in case.facts("gradient")}) else f" of {_list(apart)}"
         likely = f"the gradients{some} differ between ranks that should hold the same: their reduction is missing"
+    elif (ghost := _ghost(step, "gradient", max(fact.rel for _, fact in wrong), case)) is not None:
+        return ghost
     elif len(off := {rank for rank, _ in wrong}) < len(case.ranks):
         likely = f"only rank(s) {_list(sorted(off))} are off: what they should get from the others is missing"
     elif any(not fact.whole for _, fact in wrong):
         likely = "the shards are not the sum over ranks: their reduction is missing, or leaves a rank's share out"
     else:
         likely = "all ranks agree on a sum that is not one device's: a rank's share is missing or weighed wrongly"
+        likely += _kink(case)
     return _worst(step, "gradient", wrong, likely)
 
 
@@ -180,12 +177,13 @@ def _norm(step: int, case: Case) -> Divergence | None:
         return None
     ratio = case.ranks[0].norm_ratio
     size = len(case.ranks)
-    if ratio is not None and abs(ratio - math.sqrt(size)) < case.close and size > 1:
-        likely = f"every gradient is right, their norm is {_times(ratio)} the right one: it counts each of {size} copies"
+    times = "" if ratio is None else f" {_times(ratio)} the right one"
+    if ratio is not None and size > 1 and abs(ratio - math.sqrt(size)) < case.close:
+        likely = f"every gradient is right, their norm is{times}: it counts each of {size} copies"
     elif ratio is not None and ratio < 1:
-        likely = f"every gradient is right, their norm is {_times(ratio)} the right one: it misses other ranks' shards"
+        likely = f"every gradient is right, their norm is{times}: it misses other ranks' shards"
     else:
-        likely = "every gradient is right, their norm is not: it counts some of them twice, or after clipping"
+        likely = f"every gradient is right, their norm is not{times and ','}{times}: it counts some of them twice"
     return Divergence(step, "norm", "norm", None, by, likely)
 
 
@@ -271,7 +269,7 @@ def _short_batch(case: Case, ratio: float | None) -> str | None:
         return None
     return (
         f"the batch is short, and the sum is {_times(ratio)} one device's: it was divided by the nominal count "
-        f"({nominal} samples), not by what the batch holds ({found})"
+        f"({nominal} samples), not by what it holds ({found})"
     )
 
 
@@ -313,8 +311,10 @@ def _worst(step: int, what: What, facts: list[tuple[int, TensorFact]], likely: s
     return Divergence(step, what, fact.name, rank, fact.rel, likely)
 
 
-def _notable(ratio: float, case: Case) -> bool:
-    return abs(ratio - 1) > case.close
+def _kink(case: Case) -> str:
+    if case.record.dtype != "float32":
+        return ""
+    return " (in float32 it may be rounding at the kink of a ReLU or maximum: verify in float64)"
 
 
 def _times(ratio: float) -> str:

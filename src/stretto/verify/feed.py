@@ -1,4 +1,4 @@
-"""Which samples a rank is really fed: the dataset and the sync rule are wrapped, the engine in between is left alone."""
+"""Which samples a rank is really fed: dataset and sync rule are wrapped, the engine in between is left alone."""
 
 from __future__ import annotations
 

@@ -48,7 +48,5 @@ class Recorded:
     def _file(self, step: int) -> Any:
         if step not in self._files:
             self._files.clear()  # steps are looked at in order; an old one's pages need not stay mapped
-            self._files[step] = safe_open(  # type: ignore[no-untyped-call]
-                str(self._folder / f"step-{step}.safetensors"), framework="pt"
-            )
+            self._files[step] = safe_open(str(self._folder / f"step-{step}.safetensors"), framework="pt")
         return self._files[step]

@@ -1,8 +1,8 @@
 """One device, in plain PyTorch: what every plan is measured against.
 
 Nothing of the engine is used here but the words (task, precision) and the data (which samples, in which pieces, under
-which random numbers): the model is the user's own, backward is autograd's, clipping and optimizer are torch's. The batch
-is cut into as many pieces as the plan cuts it, so that random numbers drawn in forward are the same. A model with
+which random numbers): the model is the user's own, backward is autograd's, clipping and optimizer are torch's. The
+batch is cut into as many pieces as the plan cuts it, so that random numbers drawn in forward are the same. A model with
 BatchNorm gets the whole batch in one piece, since its statistics are those of the whole batch.
 """
 
@@ -45,7 +45,7 @@ def run(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """A lone worker's entry: takes the steps, leaves the files in ``payload["folder"]``, returns the record as JSON."""
     task = load_task(payload["task"], payload["sets"])
     folder = Path(payload["folder"])
-    record = Reference(task, payload["pieces"], folder).run(payload["steps"])
+    record = Reference(task, payload["pieces"], folder).run(min(payload["steps"], task.recipe.steps))
     (folder / RECORD).write_text(json.dumps(record.to_json()), encoding="utf-8")
     return record.to_json()
 
@@ -115,9 +115,7 @@ class Reference:
             scales=self._save(batch.step, tensors),
         )
 
-    def _forward(
-        self, ids: tuple[int, ...], first: int, batch: BatchHandle
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, ids: tuple[int, ...], first: int, batch: BatchHandle) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses of one piece, with its gradient, and sum of their weights."""
         recipe, cpu = self._task.recipe, torch.device("cpu")
         samples = fetch(self._dataset, ids, self._task.collate, recipe.seed, batch.start.epoch)
@@ -125,9 +123,7 @@ class Reference:
         seed_everything(derive_seed(recipe.seed, "forward", batch.step, first))
         before = _generators()
         with computing(recipe.precision):
-            output = self._model(
-                *to_device(arguments, cpu, self._dtype), **to_device(keywords, cpu, self._dtype)
-            )
+            output = self._model(*to_device(arguments, cpu, self._dtype), **to_device(keywords, cpu, self._dtype))
             pair = self._task.loss(output, samples)
         self._random |= _generators() != before
         return pair
@@ -199,4 +195,5 @@ def _generators() -> tuple[Any, ...]:
     import numpy
 
     kind, keys, *rest = numpy.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, keys.tobytes(), *rest
+    drawn = numpy.asarray(keys).tobytes()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, drawn, *rest

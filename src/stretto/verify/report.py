@@ -31,9 +31,9 @@ class Divergence:
     likely: str
 
     def __str__(self) -> str:
+        named = "" if self.name in ("", self.what) else f" ({self.name})"
         where = "" if self.rank is None else f" on rank {self.rank}"
-        named = "" if self.name == self.what else f" of {self.name}" if self.name else ""
-        return f"step {self.step}: {self.what}{named}{where} differs by {self.by:.3g}: {self.likely}"
+        return f"step {self.step}: {self.what}{named}{where} is off by {self.by:.3g}: {self.likely}"
 
 
 @dataclass(frozen=True, kw_only=True)

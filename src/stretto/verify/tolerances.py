@@ -3,12 +3,16 @@
 Two right computations differ because sums are taken in another order. Such a difference is a small multiple of the
 type's epsilon, whatever the type; a mistake's is a multiple of the numbers themselves. The bounds lie between.
 
-float64 (epsilon 2.2e-16): right code measures up to 1e-14 for gradients, 1e-13 for weights after five steps; the bounds
-of 1e-12 and 1e-11 leave a hundredfold, and are a thousand times below the smallest mistake worth the name.
+float64 (epsilon 2.2e-16): on six kinds of model, six plans and two optimizers, right code stays under 4e-15 for
+gradients, weights and state after five steps. The bounds of 1e-12 and 1e-11 leave room for deeper sums, and lie ten
+orders of magnitude below what a wrong factor or a missing term does.
 
-float32 (epsilon 1.2e-7, 2**29 times larger): the same multiples of epsilon would be 5e-4 and 5e-3, and are the bounds.
-The threshold below which an element's gradient is taken for noise grows too, for the same reason, but with the square
-root of epsilon (1e-9 times 2**14.5): it has to stay above gradients' rounding, and far below the gradients themselves.
+float32 (epsilon 1.2e-7, 2**29 times larger): the same multiples of epsilon are 5e-4 and 5e-3, and are the bounds;
+right code measures up to 8e-6 for gradients and their norm. The threshold under which a gradient is taken for noise
+grows with the square root of epsilon (1e-9 times 2**14.5): it has to stay above the gradients' rounding (3e-6 of the
+largest) and far below the gradients. One thing no bound in float32 can promise: where an activation lies within
+rounding of a kink (ReLU, a maximum), two right computations may take different sides of it, and one sample's gradient
+then differs by itself. In float64 that is a hundred million times rarer, which is why it is the default.
 """
 
 from __future__ import annotations

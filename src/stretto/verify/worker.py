@@ -68,12 +68,13 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> RankFacts:
     feed = Feed()
     machinery = assemble(task, plan, prepared.template, group)
     machinery = dataclasses.replace(machinery, sync=WatchedSync(machinery.sync, feed))
-    witness = Witness(Recorded(Path(payload["folder"])), machinery, feed)
+    recorded = Recorded(Path(payload["folder"]))
+    witness = Witness(recorded, machinery, feed)
     witness.begin()
     dataset = WatchedDataset(prepared.dataset, feed)
     stepper = Stepper(task, plan, dataset, machinery, witness)
     batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
-    for batch in islice(batches, payload["steps"]):
+    for batch in islice(batches, len(recorded.record.steps)):
         stepper.step(batch)
     facts = witness.facts()
     disassemble(machinery)

@@ -1,0 +1,169 @@
+"""A run goes on under any other plan and number of workers, anywhere in an epoch, with the undisturbed run's numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.elastic.ledger import audit
+from stretto.launch import Job, JobResult, LocalLauncher
+from stretto.observe.events import read_lines
+from stretto.order import TrainOrder
+from stretto.plan import Plan
+from stretto.preload import preloads
+
+ROOT = Path(__file__).resolve().parents[2]
+GPT = ROOT / "examples" / "gpt"
+ODD = ROOT / "tests" / "tasks" / "odd_parts.py"
+TINY = {
+    "depth": 2,
+    "width": 32,
+    "context": 16,
+    "heads": 2,
+    "batch": 7,
+    "steps": 30,
+    "precision": "fp64",
+    "eval_every": 0,
+}
+SMALL = {"length": 23, "batch": 4, "steps": 30}  # six batches an epoch, the last one short
+
+
+@dataclass
+class Starter:
+    """Starts and resumes runs as the command line does."""
+
+    launcher: LocalLauncher
+    notes: list[str]
+
+    def start(
+        self, run: Path, task: Path, sets: dict[str, Any], plan: str, attempt: int = 1, stop: int | None = None
+    ) -> JobResult:
+        run.mkdir(exist_ok=True)
+        order = TrainOrder(str(task), sets, plan, "test", str(run), attempt > 1, attempt, stop)
+        job = Job(
+            "stretto.training:work",
+            order.to_payload(),
+            Plan.parse(plan).world_size,
+            prepare="stretto.training:prepare",
+            first_member=1 + 10 * attempt,
+            attempt=attempt,
+            log_dir=run / "logs",
+        )
+        return self.launcher.run(job, on_event=lambda member, event: self._hear(event))
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "note":
+            self.notes.append(event["text"])
+
+    def good(self, *arguments: Any, **more: Any) -> None:
+        result = self.start(*arguments, **more)
+        assert result.exit_code == 0, result.failure
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as launcher:
+        yield Starter(launcher, [])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
+    folders = {}
+    for task, sets in ((GPT, TINY), (ODD, SMALL)):
+        folders[task] = tmp_path_factory.mktemp("whole") / "run"
+        starter.good(folders[task], task, sets, "dp=1")
+    return folders
+
+
+def steps(run: Path) -> dict[int, dict[str, Any]]:
+    """The last event of each step, by step."""
+    found = {}
+    for path in sorted((run / "events").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
+        found.update({line["step"]: line for line in read_lines(path) if line["kind"] == "step"})
+    return found
+
+
+def same(run: Path, whole: Path) -> None:
+    found, expected = steps(run), steps(whole)
+    assert found.keys() == expected.keys() == set(range(1, 31))
+    for step in expected:
+        assert found[step]["loss"] == pytest.approx(expected[step]["loss"], rel=1e-12), step
+        assert found[step]["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-11), step
+        assert found[step]["learning_rate"] == expected[step]["learning_rate"], step
+
+
+@pytest.mark.parametrize(
+    ("task", "sets", "plans"),
+    [
+        (GPT, TINY, ("dp=2", "dp=3,zero=3", "dp=1")),
+        (GPT, TINY, ("dp=2,zero=3", "dp=3", "dp=2,zero=3")),
+        (ODD, SMALL, ("dp=2,zero=3", "dp=3", "dp=1,zero=3")),
+        (ODD, SMALL, ("dp=1", "dp=2,zero=3,microbatches=2", "dp=3")),
+    ],
+)
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(
+    starter: Starter, undisturbed: dict[Path, Path], tmp_path: Path, task: Path, sets: dict[str, Any], plans: list[str]
+) -> None:
+    run = tmp_path / "run"
+    starter.good(run, task, sets, plans[0], stop=7)
+    starter.good(run, task, sets, plans[1], attempt=2, stop=17)
+    starter.good(run, task, sets, plans[2], attempt=3)
+    same(run, undisturbed[task])
+    report = audit(run)
+    assert report.ok, report.faults
+    assert all(epoch.missing == epoch.repeated == 0 for epoch in report.epochs)
+    assert sum(epoch.seen for epoch in report.epochs) == sum(line["samples"] for line in steps(run).values())
+    names = [path.name for path in run.rglob("*")]
+    assert "member-m11.jsonl" in names, "files are named by member"
+    assert not any("rank" in name for name in names)
+
+
+def test_digests_do_not_depend_on_the_plan(starter: Starter, tmp_path: Path) -> None:
+    """The same initial state under three plans: one digest a tensor."""
+    found = []
+    for plan in ("dp=1", "dp=2,zero=3", "dp=3"):
+        run = tmp_path / plan
+        starter.good(run, ODD, {**SMALL, "lr": 0.0, "decay": 0.0, "steps": 1}, plan)
+        manifest = json.loads((run / "checkpoints" / "step-00000001" / "manifest.json").read_text())
+        found.append({n: t["digest"] for n, t in manifest["tensors"].items() if n.startswith("model/")})
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 8
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    starter: Starter, undisturbed: dict[Path, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    sets = {**SMALL, "save_every": 5, "keep": 3}
+    starter.good(run, ODD, sets, "dp=2", stop=13)
+    newest = run / "checkpoints" / "step-00000013"
+    file = next(newest.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0x10
+    file.write_bytes(content)
+    starter.notes.clear()
+    starter.good(run, ODD, sets, "dp=3,zero=3", attempt=2)
+    assert any("step-00000013" in note and "step-00000010" in note for note in starter.notes), starter.notes
+    same(run, undisturbed[ODD])
+    assert audit(run).ok, "steps 11 to 13 of the first start are void"
+
+
+def test_an_audit_sees_what_the_ledger_says(starter: Starter, undisturbed: dict[Path, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed[ODD], run)
+    ledger = next((run / "ledger").glob("member-*.jsonl"))
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines[:3] + [lines[3].replace('"ids":[', '"ids":[0,')] + lines[4:]))
+    report = audit(run)
+    assert not report.ok
+    assert report.epochs[0].repeated == 1
+    ledger.write_text("".join(lines[:3] + lines[4:]))
+    report = audit(run)
+    assert not report.ok
+    assert report.epochs[0].missing == 4

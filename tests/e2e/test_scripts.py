@@ -1,0 +1,123 @@
+"""A script with its own loop, started in every way there is; and its numbers, those of ``stretto train``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BIN = Path(sys.executable).parent
+LINE = Path(__file__).resolve().parents[1] / "tasks" / "line.py"
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import beside  # a module in the script's folder
+
+import stretto
+
+plan, folder = sys.argv[1], sys.argv[2]
+run = stretto.start(beside.TASK, plan=plan or None, settings={"precision": "fp64", "batch": 7}, run=folder)
+for batch in run.batches():
+    out = run.step(batch)
+    run.state["losses"] = [*run.state.get("losses", []), out.loss]
+    run.log(loss=out.loss)
+print("said once by the lowest rank")
+summary = run.finish()
+Path(folder, "losses").write_text(repr(run.state["losses"]))
+"""
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "loop.py").write_text(SCRIPT)
+    (folder / "beside.py").write_text(f"TASK = {str(LINE)!r}\n")
+    (folder / "elsewhere").mkdir()
+    return folder
+
+
+def started(room: Path, name: str, *words: str) -> Ended:
+    """Runs ``words`` from another folder than the script's."""
+    done = subprocess.run(words, cwd=room / "elsewhere", capture_output=True, text=True, timeout=120)
+    return Ended(done.returncode, done.stdout, done.stderr, room / name)
+
+
+@pytest.fixture(scope="module")
+def with_two(room: Path) -> Ended:
+    """``stretto run --workers 2``."""
+    script, folder = str(room / "loop.py"), str(room / "two")
+    return started(room, "two", str(BIN / "stretto"), "run", script, "--workers", "2", "--", "", folder)
+
+
+def test_stretto_run_starts_the_workers_and_shows_the_run(with_two: Ended) -> None:
+    assert with_two.code == 0, with_two.out + with_two.err
+    assert with_two.summary["plan"] == "dp=2"
+    assert with_two.out.startswith("starting 2 workers ...\n")
+    assert "plan      dp=2  (start())" in with_two.out
+    assert "step 8/8  loss " in with_two.out
+    assert with_two.out.count("said once by the lowest rank") == 1
+    assert "Next:\n  stretto audit " in with_two.out
+    logs = sorted(path.name for path in (with_two.folder / "logs").iterdir())
+    assert logs == ["member-m1.log", "member-m2.log"]
+
+
+def test_the_own_loop_and_stretto_train_give_identical_numbers(room: Path, with_two: Ended) -> None:
+    sets = ("--set", "precision=fp64", "--set", "batch=7")
+    folder = str(room / "train")
+    ours = started(room, "train", str(BIN / "stretto"), "train", str(LINE), "--workers", "2", *sets, "--run", folder)
+    assert ours.code == 0, ours.out + ours.err
+    assert ours.summary["final_loss"] == with_two.summary["final_loss"]
+    assert ours.summary["samples"] == with_two.summary["samples"]
+
+
+def test_plain_python_is_one_worker_with_the_same_numbers(room: Path, with_two: Ended) -> None:
+    alone = started(room, "one", sys.executable, str(room / "loop.py"), "", str(room / "one"))
+    assert alone.code == 0, alone.err
+    assert (alone.summary["plan"], alone.summary["world_size"]) == ("dp=1", 1)
+    one, two = (json.loads((run.folder / "losses").read_text()) for run in (alone, with_two))
+    assert len(one) == 8
+    assert two == pytest.approx(one, rel=1e-12)
+
+
+def test_plain_python_refuses_a_plan_for_two_with_the_command_to_use(room: Path) -> None:
+    refused = started(room, "none", sys.executable, str(room / "loop.py"), "dp=2", str(room / "none"))
+    assert refused.code != 0
+    last = refused.err.strip().splitlines()[-1]
+    assert "plan dp=2 needs 2 worker(s), but 1 was started" in last
+    assert "`stretto run loop.py --workers 2`" in last
+    assert not refused.folder.exists()
+
+
+def test_torchrun_starts_it_too(room: Path, with_two: Ended) -> None:
+    words = ("--nproc-per-node", "2", "--standalone", str(room / "loop.py"), "", str(room / "torchrun"))
+    started_by_it = started(room, "torchrun", str(BIN / "torchrun"), *words)
+    assert started_by_it.code == 0, started_by_it.err
+    assert started_by_it.summary["final_loss"] == with_two.summary["final_loss"]
+
+
+def test_a_script_that_is_no_python_costs_one_line(room: Path) -> None:
+    (room / "broken.py").write_text("import stretto\n\ndef (\n")
+    broken = started(room, "none", str(BIN / "stretto"), "run", str(room / "broken.py"))
+    assert broken.code == 2
+    assert broken.err == f"stretto: script: {room / 'broken.py'}, line 3: invalid syntax\n"

@@ -1,0 +1,178 @@
+"""The proof must be able to fail: every planted fault is caught, and found where it is."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stretto.launch import LocalLauncher
+from stretto.testing import faults
+from stretto.verify import verify
+
+ROOT = Path(__file__).resolve().parents[2]
+MLP = "tests/tasks/mlp_dropout.py"
+SHORT = (("size", "17"),)  # batches of 7, 7 and 3
+GPT = (("depth", "2"), ("width", "32"), ("context", "16"), ("heads", "2"), ("batch", "7"), ("steps", "5"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """A fault, where it is planted, and what the first divergence must say; None where any value will do."""
+
+    fault: str
+    plan: str
+    step: int
+    what: str
+    says: str
+    task: str = MLP
+    sets: tuple[tuple[str, str], ...] = ()
+    name: str | None = None
+    rank: int | None = None
+    by: float | None = None
+
+
+PLANTED = (
+    Planted(fault="dropped_reduction", plan="dp=2", step=1, what="gradient", says="their reduction is missing"),
+    Planted(
+        fault="dropped_shard_reduction",
+        plan="dp=2,zero=3",
+        step=1,
+        what="gradient",
+        says="the shards are not the sum over ranks: their reduction is missing",
+    ),
+    Planted(
+        fault="wrong_divisor",
+        plan="dp=3",
+        step=1,
+        what="gradient",
+        by=2 / 3,
+        says="every gradient is 0.333333 times one device's: the sum over ranks has a wrong divisor",
+    ),
+    Planted(
+        fault="other_initial_weights",
+        plan="dp=2",
+        step=0,
+        what="initial weights",
+        rank=1,
+        says="rank(s) 1 began with other weights",
+    ),
+    Planted(
+        fault="tied_weight_counted_twice",
+        task="examples/gpt",
+        sets=GPT,
+        plan="dp=2",
+        step=1,
+        what="gradient",
+        name="embedding.weight",
+        says="only embedding.weight is off, which is also head.weight",
+    ),
+    Planted(
+        fault="nominal_divisor",
+        sets=SHORT,
+        plan="dp=2",
+        step=3,
+        what="loss",
+        by=4 / 7,
+        says="0.428571 times one device's: it was divided by the nominal count (7 samples), not by what it holds (3)",
+    ),
+    Planted(
+        fault="nominal_gradient_divisor",
+        sets=SHORT,
+        plan="dp=2",
+        step=3,
+        what="gradient",
+        by=4 / 7,
+        says="divided by the nominal count (7 samples)",
+    ),
+    Planted(
+        fault="stale_shard",
+        plan="dp=2,zero=3",
+        step=2,
+        what="weight",
+        name="0.weight",
+        rank=1,
+        says="the shard [16:32, 0:12] of 0.weight on rank 1 is what it was before the step",
+    ),
+    Planted(
+        fault="repeated_samples",
+        plan="dp=3",
+        step=1,
+        what="ids",
+        rank=1,
+        by=3.0,
+        says="are counted more than once, on rank(s) 0, 1",
+    ),
+    Planted(
+        fault="applied_on_one_rank",
+        plan="dp=2",
+        step=2,
+        what="weight",
+        rank=0,
+        says="the step was applied on rank(s) 1 only: nothing moved on rank(s) 0",
+    ),
+    Planted(
+        fault="norm_of_own_shards",
+        plan="dp=2,zero=3",
+        step=1,
+        what="norm",
+        says="every gradient is right, their norm is 0.5",
+    ),
+    Planted(
+        fault="local_batch_statistics",
+        task="examples/digits",
+        sets=(("batch", "7"),),
+        plan="dp=2",
+        step=1,
+        what="loss",
+        name="1",
+        says="the BatchNorm '1' took the statistics of each rank's share",
+    ),
+    Planted(
+        fault="counted_ghost",
+        sets=SHORT,
+        plan="dp=4",
+        step=3,
+        what="loss",
+        rank=3,
+        says="rank 3 has no sample of its own in this batch of 3",
+    ),
+    Planted(
+        fault="unclipped",
+        sets=(("clip", "0.1"),),
+        plan="dp=2",
+        step=1,
+        what="weight",
+        says="gradients and norm are right, the update is not: other clipping",
+    ),
+)
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.fault)
+def test_a_planted_fault_is_caught_and_located(launcher: LocalLauncher, planted: Planted) -> None:
+    report = verify(
+        ROOT / planted.task,
+        [planted.plan],
+        dict(planted.sets),
+        launcher=launcher,
+        plant=f"{faults.__name__}:{planted.fault}",
+    )
+    (plan,) = report.plans
+    found = plan.first_divergence
+    assert plan.status == "failed" and not report.passed
+    assert found is not None, plan.reason
+    assert plan.reason == str(found)
+    assert (found.step, found.what) == (planted.step, planted.what), found
+    assert planted.says in found.likely
+    assert planted.name in (None, found.name)
+    assert planted.rank in (None, found.rank)
+    assert planted.by is None or found.by == pytest.approx(planted.by)
+
+
+def test_every_fault_there_is_is_planted() -> None:
+    public = inspect.getmembers(faults, inspect.isfunction)
+    known = {name for name, f in public if f.__module__ == faults.__name__ and not name.startswith("_")}
+    assert known == {planted.fault for planted in PLANTED}
+    assert len(known) >= 8

@@ -1,0 +1,81 @@
+"""A task with the parts that break other systems: a scalar parameter, one nobody uses, a frozen one, uneven weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from stretto.recipe import Recipe
+from stretto.task import Params
+
+
+class Odd(nn.Module):
+    """Two linear layers with a learnt scale; ``unused`` takes part in nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, width)
+        self.outer = nn.Linear(width, 1)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.unused = nn.Parameter(torch.ones(5, 2))
+        self.frozen = nn.Parameter(torch.full((width,), 0.3), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 3] to [batch]; counts its calls, as a buffer that every step changes."""
+        if self.training:
+            self.calls += 1
+        return self.outer(torch.tanh(self.inner(x) + self.frozen)).squeeze(-1) * self.scale
+
+
+class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """``length`` points with a target and a weight; the weight of every fourth is 0."""
+
+    def __init__(self, length: int, poison: int) -> None:
+        self.length, self.poison = length, poison
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        drawn = torch.Generator().manual_seed(index)
+        x = torch.randn(3, generator=drawn, dtype=torch.float64)
+        if index == self.poison:
+            x = x * float("inf")
+        weight = torch.tensor(float(index % 4), dtype=torch.float64)
+        return x, x.sum().sin(), weight
+
+
+def model(width: int = 5) -> nn.Module:
+    return Odd(width)
+
+
+def data(length: int = 11, poison: int = -1) -> Dataset[tuple[Tensor, Tensor, Tensor]]:
+    return Points(length, poison)
+
+
+def inputs(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return batch[0]
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    _, target, weight = batch
+    return (weight * (output - target) ** 2).sum(), weight.sum()
+
+
+def optimizer(params: Params, lr: float = 1e-2, decay: float = 0.1) -> Optimizer:
+    return torch.optim.AdamW(list(params), lr=lr, weight_decay=decay)
+
+
+def schedule(optimizer: Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+
+
+def metrics(output: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {"absolute": ((output - batch[1]).abs().sum(), torch.tensor(float(len(output))))}
+
+
+def recipe(batch: int = 4, steps: int = 6) -> Recipe:
+    return Recipe(batch=batch, steps=steps, clip=0.5, precision="fp64")
