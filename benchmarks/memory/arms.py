@@ -35,6 +35,6 @@ def fsdp2(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
     step = loop(task, model, samples(task.data()["train"], task.recipe.batch, group), group, float(group.size))
-    for _ in range(task.recipe.steps):
+    for _ in range(payload["steps"]):
         step()
     return {"peak_bytes": int(group.maximum(float(peak_rss_bytes() - context.imports_rss_bytes)))}

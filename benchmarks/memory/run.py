@@ -25,22 +25,22 @@ from stretto.plan import Plan
 from stretto.preload import preloads
 
 TASK = str(HERE.parents[1] / "examples" / "gpt")
-SETS = {"depth": 8, "width": 1024, "heads": 16, "context": 128, "batch": 2, "steps": 3, "eval_every": 0}
+SETS = {"depth": 8, "width": 1024, "heads": 16, "context": 128, "batch": 2, "steps": 1000}
+STEPS = 3  # Adam's state is there from the second on
 PLAN = "dp=2,zero=3"
 
 
 def stretto_peak(launcher: LocalLauncher) -> int:
     """``peak_bytes`` of a run of stretto; its checkpoint is part of the run."""
     with tempfile.TemporaryDirectory() as folder:
-        sets = {**SETS, "eval_batch": 16}
-        order = TrainOrder(TASK, sets, PLAN, "benchmark", folder, stop_after=SETS["steps"])
+        order = TrainOrder(TASK, SETS, PLAN, "benchmark", folder, stop_after=STEPS)
         job = Job("stretto.training:work", order.to_payload(), 2, prepare="stretto.training:prepare")
         return _peak(launcher, job)
 
 
 def hand_peak(launcher: LocalLauncher, how: str) -> int:
     """The same for FSDP2 by hand."""
-    payload: dict[str, Any] = {"task": TASK, "sets": SETS, "plan": PLAN, "how": how}
+    payload: dict[str, Any] = {"task": TASK, "sets": SETS, "plan": PLAN, "how": how, "steps": STEPS}
     return _peak(launcher, Job("arms:fsdp2", payload, 2, python_path=(str(HERE), str(HERE.parent))))
 
 

@@ -25,6 +25,7 @@ from stretto.observe import EventLog, peak_rss_bytes
 from stretto.parallel import Template
 from stretto.plan import Plan
 from stretto.runfolder import write_summary
+from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper, evaluate
 from stretto.task import Task
 
@@ -240,6 +241,10 @@ class Run:
 
         Every worker must call it. Raises CheckpointError where the *previous* save failed (a full disk).
         """
+        self._save(snapshot_slices)
+
+    def _save(self, keep: Callable[[list[Slice]], tuple[Slice, ...]]) -> None:
+        """Hands to the writer what ``keep`` makes of this worker's state."""
         progress, group = self._progress, self._group
         self._ledger.sync()  # a checkpoint is never ahead of the ledger
         parts = [*self._on.applied.export_state(), *self._on.optimizer.export_state()]
@@ -250,7 +255,7 @@ class Run:
                 member=self._context.member,
                 members=self._context.epoch.members,
                 committer=group.rank == 0,
-                slices=snapshot_slices(parts),
+                slices=keep(parts),
                 meta=self._meta() if group.rank == 0 else {},
             )
         )
@@ -297,7 +302,7 @@ class Run:
         if ended and "val" in self._data and (self._evaluated is None or self._evaluated[0] != self._progress.step):
             self.evaluate()
         if self._saved != self._progress.step:
-            self.save()
+            self._save(tuple)  # nothing is trained any more, so no copy is needed
         self._writer.wait()
         peak = int(self._group.maximum(float(peak_rss_bytes() - self._context.imports_rss_bytes)))
         summary = {

@@ -226,6 +226,7 @@ class Stepper:
             used = {name: g for (name, g), hit in zip(gradients.items(), decision.reached, strict=True) if hit}
             optimizer.step({name: used.get(name) for name in gradients})
             self.nominal_weight = weight
+        self._on.applied.clear_gradients()
         if schedule is not None:
             schedule.step()
         outcome = StepOutcome(

@@ -69,6 +69,8 @@ class BoundOptimizer:
         for name, gradient in gradients.items():
             self._places[name].local.grad = gradient
         self.optimizer.step()
+        for place in self._places.values():  # else last step's gradients would lie beside the next one's
+            place.local.grad = None
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The groups as JSON: every value but the parameters, which are given by name."""

@@ -46,6 +46,9 @@ class Sharded:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no pre-multiplied sum
+                if group.device.type == "cpu":
+                    # Gathering the next unit early hides nothing where gathers block, and holds one unit more.
+                    module.set_modules_to_backward_prefetch([module])
         self._dtensors = {name: p for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
         owners = assign_owners((s for s in template.specs.values() if not s.shape), group.size)
         parameters = dict(self.module.named_parameters())
