@@ -1,4 +1,4 @@
-"""Paired blocks: every arm in turn, in the same processes, so that a machine whose speed drifts bends all arms alike."""
+"""Paired blocks: every arm in turn, in the same processes, so that a machine whose speed drifts bends all alike."""
 
 from __future__ import annotations
 

@@ -16,13 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
 from stretto.launch import Job, LocalLauncher
 from stretto.order import TrainOrder
 from stretto.plan import Plan
 from stretto.preload import preloads
+
+HERE = Path(__file__).resolve().parent
 
 TASK = str(HERE.parents[1] / "examples" / "gpt")
 SETS = {"depth": 8, "width": 1024, "heads": 16, "context": 128, "batch": 2, "steps": 1000}

@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=100)
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--against", choices=["DDP", "FSDP2"], help="only one of the two comparisons")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
@@ -55,6 +56,8 @@ def main() -> None:
         shared = {"precision": "fp32", "workers": group.size, "torch": torch.__version__, "settings": SETTINGS}
         results: list[dict[str, object]] = []
         for name, hand, plan in (("DDP", ddp, "dp=2"), ("FSDP2", fsdp2, "dp=2,zero=3")):
+            if options.against not in (None, name):
+                continue
             arms = {
                 name: hand(task, dataset, group),
                 f"{name} again": hand(task, dataset, group),

@@ -1,4 +1,4 @@
-"""A run goes on under any other plan and number of workers, anywhere in an epoch, with the undisturbed run's numbers."""
+"""A run goes on under any other plan and number of workers, anywhere in an epoch, and has the same numbers."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_an_audit_sees_what_the_ledger_says(starter: Starter, undisturbed: dict[
     shutil.copytree(undisturbed[ODD], run)
     ledger = next((run / "ledger").glob("member-*.jsonl"))
     lines = ledger.read_text().splitlines(keepends=True)
-    ledger.write_text("".join(lines[:3] + [lines[3].replace('"ids":[', '"ids":[0,')] + lines[4:]))
+    ledger.write_text("".join([*lines[:3], lines[3].replace('"ids":[', '"ids":[0,'), *lines[4:]]))
     report = audit(run)
     assert not report.ok
     assert report.epochs[0].repeated == 1

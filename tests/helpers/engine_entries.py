@@ -70,7 +70,7 @@ def _brief(outcome: StepOutcome) -> dict[str, Any]:
 
 
 def steps(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """Runs ``num_steps`` steps; ``veto``: {rank, step, times}. Returns outcomes, state digest and totals of evaluate."""
+    """Runs ``num_steps`` steps; ``veto``: {rank, step, times}. Returns outcomes, state and totals of evaluate."""
     task = load_task(payload["task"], payload.get("sets", {}))
     plan = Plan.parse(payload["plan"])
     group = form_group(plan, context)

@@ -22,7 +22,10 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "stretto"
 
 FACES = ("dashboard", "report", "serve", "search", "compress", "pool", "submit")
 INSTRUMENTS = ("verify", "doctor", "chaos")
-ENGINE = ("script", "preload", "training", "order", "loop", "run", "assemble", "step", "launch", "elastic", "watch", "checkpoint")
+ENGINE = (
+    *("script", "preload", "training", "order", "loop", "run", "assemble", "step"),
+    *("launch", "elastic", "watch", "checkpoint"),
+)
 STRATEGIES = ("parallel", "sync", "wire")
 PURE = ("planner", "schedule", "graph")
 GROUND = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from stretto.errors import PlanError, UserError, one_line
+from stretto.errors import Refused, UserError, one_line
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.plan import Plan
 from stretto.task import resolve_task_path
@@ -80,10 +80,10 @@ def preloads(plans: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse(text: str) -> Plan | str:
-    """The plan, or why there is none."""
+    """The plan, or why it is refused. Raises PlanError for one that means nothing, such as a misspelt one."""
     try:
         return Plan.parse(text)
-    except PlanError as error:
+    except Refused as error:
         return str(error)
 
 
