@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from stretto.assemble import build_template
@@ -14,8 +14,8 @@ from stretto.checkpoint import Checkpoint, newest_whole
 from stretto.cluster import Cluster
 from stretto.comm.group import Group, Rendezvous
 from stretto.elastic.ledger import read_starts
-from stretto.errors import LaunchError, PlanError, UserError
-from stretto.launch.context import WorkerContext, attach
+from stretto.errors import LaunchError, PlanError, UserError, one_line
+from stretto.launch.context import WorkerContext, attach, current
 from stretto.loop import train
 from stretto.observe import rss_bytes
 from stretto.order import TrainOrder
@@ -87,6 +87,8 @@ def start(
         UserError: anything else that is the user's to mend.
     """
     imported = rss_bytes()
+    if current() is None:
+        _tell_mistakes_in_one_line()
     context = attach()
     context.imports_rss_bytes = context.imports_rss_bytes or imported
     loaded = load_task(task, settings)
@@ -102,6 +104,19 @@ def start(
         write_resolved(folder, resolved)
         context.control.send({"kind": "resolved", "rows": _rows(resolved), "run": str(folder)})
     return open_run(prepared, RunOptions(folder, attempt), context, group)
+
+
+def _tell_mistakes_in_one_line() -> None:
+    """In a process that no launcher of ours watches: a user's mistake that nobody catches costs a line, not a trace."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            print(f"stretto: {one_line(error)}", file=sys.stderr)
+            raise SystemExit(error.exit_code)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def form_group(plan: Plan, context: WorkerContext) -> Group:

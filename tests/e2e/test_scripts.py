@@ -102,8 +102,8 @@ def test_plain_python_is_one_worker_with_the_same_numbers(room: Path, with_two: 
 
 def test_plain_python_refuses_a_plan_for_two_with_the_command_to_use(room: Path) -> None:
     refused = started(room, "none", sys.executable, str(room / "loop.py"), "dp=2", str(room / "none"))
-    assert refused.code != 0
-    last = refused.err.strip().splitlines()[-1]
+    assert refused.code == 2
+    (last,) = refused.err.strip().splitlines()  # one line, no traceback
     assert "plan dp=2 needs 2 worker(s), but 1 was started" in last
     assert "`stretto run loop.py --workers 2`" in last
     assert not refused.folder.exists()

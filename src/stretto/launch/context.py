@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from stretto.elastic.epoch import MembershipEpoch
 from stretto.errors import LaunchError
 from stretto.launch.control import Control, NoControl
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _current: ContextVar[WorkerContext | None] = ContextVar("stretto_worker", default=None)
 
 
@@ -78,6 +80,7 @@ def attach() -> WorkerContext:
             context = _from_slurm(environment)
         else:
             context = WorkerContext("m1", MembershipEpoch(1, ("m1",), "", 1))
+            _stay_on_loopback()
         enter(context)
     return context
 
@@ -119,9 +122,16 @@ def _started_by_other(
 ) -> WorkerContext:
     if not 0 <= rank < world_size:
         raise LaunchError(f"{starter} says rank {rank} of {world_size}: expected a rank from 0 to {world_size - 1}")
+    if address in _LOOPBACK:
+        _stay_on_loopback()
     members = tuple(f"m{place + 1}" for place in range(world_size))
     epoch = MembershipEpoch(number, members, f"tcp://{address}:{port}", number)
     return WorkerContext(members[rank], epoch, local_rank=local_rank)
+
+
+def _stay_on_loopback() -> None:
+    """Gloo listens on the host's outer address unless told; a job of one host has no use for that."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _host_store(context: WorkerContext) -> None:
@@ -130,10 +140,12 @@ def _host_store(context: WorkerContext) -> None:
 
         host, _, port = context.epoch.store.removeprefix("tcp://").rpartition(":")
         try:
+            # Torch would listen on every interface; we hand it a socket that is bound to this address alone.
+            listening = socket.create_server((host, int(port)))
             context.store_server = dist.TCPStore(  # type: ignore[attr-defined]
-                host, int(port), is_master=True, wait_for_workers=False
+                host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"rank 0 cannot host the store at {host}:{port} ({str(error).splitlines()[0]}); "
                 "choose a free port with MASTER_PORT"
