@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A Slurm of two nodes on this one machine, to try `srun` for real: munge, slurmctld and two slurmd, loopback only.
+# Its nodes n1 and n2 are no names that a resolver knows, hence MASTER_ADDR; on a real cluster leave it out.
 #
 #     sudo scripts/slurm_one_host.sh up FOLDER      # starts it; its files lie in FOLDER
-#     SLURM_CONF=FOLDER/slurm.conf srun -N2 .venv/bin/python loop.py
+#     SLURM_CONF=FOLDER/slurm.conf MASTER_ADDR=127.0.0.1 srun -N2 .venv/bin/python loop.py
 #     sudo scripts/slurm_one_host.sh down FOLDER
 #
 # Needs root and Debian's packages slurm-wlm and munge, which `up` installs where they are missing.
@@ -63,7 +64,7 @@ CONF
     slurmd -f "$folder/slurm.conf" -N n2
     for _ in $(seq 50); do
         if SLURM_CONF="$folder/slurm.conf" sinfo -h -o %T 2>/dev/null | grep -qx idle; then
-            echo "up: SLURM_CONF=$folder/slurm.conf srun -N2 COMMAND"
+            echo "up: SLURM_CONF=$folder/slurm.conf MASTER_ADDR=127.0.0.1 srun -N2 COMMAND"
             return
         fi
         sleep 0.2

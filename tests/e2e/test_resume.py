@@ -133,7 +133,7 @@ def test_digests_do_not_depend_on_the_plan(starter: Starter, tmp_path: Path) -> 
         manifest = json.loads((run / "checkpoints" / "step-00000001" / "manifest.json").read_text())
         found.append({n: t["digest"] for n, t in manifest["tensors"].items() if n.startswith("model/")})
     assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 8
+    assert len(found[0]) == 9
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(

@@ -1,4 +1,5 @@
-"""A task with the parts that break other systems: a scalar parameter, one nobody uses, a frozen one, uneven weights."""
+"""A task with the parts that break other systems: a scalar parameter, one nobody uses, one that some samples use, a
+frozen one, uneven weights."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from stretto.task import Params
 
 
 class Odd(nn.Module):
-    """Two linear layers with a learnt scale; ``unused`` takes part in nothing."""
+    """Two linear layers with a learnt scale; ``unused`` takes part in nothing, ``seldom`` where a sample is large."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -20,6 +21,7 @@ class Odd(nn.Module):
         self.outer = nn.Linear(width, 1)
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.unused = nn.Parameter(torch.ones(5, 2))
+        self.seldom = nn.Parameter(torch.full((3,), 0.2))
         self.frozen = nn.Parameter(torch.full((width,), 0.3), requires_grad=False)
         self.register_buffer("calls", torch.zeros(()))
 
@@ -27,7 +29,11 @@ class Odd(nn.Module):
         """[batch, 3] to [batch]; counts its calls, as a buffer that every step changes."""
         if self.training:
             self.calls += 1
-        return self.outer(torch.tanh(self.inner(x) + self.frozen)).squeeze(-1) * self.scale
+        out = self.outer(torch.tanh(self.inner(x) + self.frozen)).squeeze(-1) * self.scale
+        large = x[:, 0] > 0.8
+        if large.any():  # so a rank, or a whole batch, without such a sample doesn't touch the parameter at all
+            out = out + torch.where(large, x @ self.seldom, 0.0)
+        return out
 
 
 class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):

@@ -48,11 +48,18 @@ class Applied(Protocol):
     def places(self) -> Mapping[str, Place]:
         """Every parameter by name, in the model's order; the same names on every rank."""
 
+    @property
+    def communicates(self) -> bool:
+        """Whether forward or backward enter collectives of the layout's own."""
+
     def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one microbatch; on the ``last`` one gradients are reduced."""
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """The gradient of this rank's part of a parameter, shape ``box.shape``; None where nothing reached it."""
+
+    def reached(self, name: str) -> bool:
+        """Whether a real sample's gradient has reached a ``summed`` parameter on this rank since the last clearing."""
 
     def clear_gradients(self) -> None:
         """Forgets all gradients that the layout itself holds."""

@@ -36,6 +36,11 @@ class GlobalBatchNorm:
         for child in self._changed:
             child.forward = partial(_forward, self, child)  # type: ignore[method-assign]
 
+    @property
+    def active(self) -> bool:
+        """Whether there is any BatchNorm, and so a collective."""
+        return bool(self._changed)
+
     @contextmanager
     def counting(self, counts: bool) -> Iterator[None]:
         """Whether this rank's samples count in what is normalised inside."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from stretto.comm.group import Group
 from stretto.errors import Refused
@@ -49,6 +52,7 @@ class Sharded:
                 if group.device.type == "cpu":
                     # Gathering the next unit early hides nothing where gathers block, and holds one unit more.
                     module.set_modules_to_backward_prefetch([module])
+        self._watch = _Watch(self.module)
         self._dtensors = {name: p for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
         owners = assign_owners((s for s in template.specs.values() if not s.shape), group.size)
         parameters = dict(self.module.named_parameters())
@@ -74,11 +78,17 @@ class Sharded:
         """See :class:`Applied`."""
         return self._places
 
+    @property
+    def communicates(self) -> bool:
+        """See :class:`Applied`."""
+        return True
+
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; before the last microbatch gradients stay unsharded and are not sent."""
         self._root.set_requires_gradient_sync(last)
         self._root.set_is_last_backward(last)
+        self._watch.counting = not ghost
         with self._norm.counting(not ghost):
             yield
 
@@ -89,8 +99,13 @@ class Sharded:
             return self._places[name].local.grad
         return None if sharded.grad is None else cast(DTensor, sharded.grad)._local_tensor
 
+    def reached(self, name: str) -> bool:
+        """See :class:`Applied`."""
+        return name in self._watch.reached
+
     def clear_gradients(self) -> None:
         """See :class:`Applied`."""
+        self._watch.reached.clear()
         for sharded in self._dtensors.values():
             sharded.grad = None
 
@@ -111,6 +126,61 @@ class Sharded:
         self._dtensors = {}
         del self._root
         del self.module
+
+
+class _Watch:
+    """Notes which sharded parameters a gradient reaches.
+
+    FSDP2 must reduce a unit's parameters together on every rank, also those that this rank's samples didn't use; zeros
+    are sent for them. Afterwards zeros don't tell whether a parameter took part at all, and one device would leave one
+    that didn't alone. So each whole parameter is watched, from the first forward on, when FSDP2 has made it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.reached: set[str] = set()
+        self.counting = True
+        for unit, homes in _homes(module):
+            if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+            handles: list[RemovableHandle] = []
+            handles.append(unit.register_forward_pre_hook(partial(self._look, homes, handles)))
+
+    def _look(self, homes: list[_Home], handles: list[RemovableHandle], unit: nn.Module, _: Any) -> None:
+        """The unit is gathered for the first time: its whole parameters are there, and stay the same objects."""
+        for home in homes:
+            parameter = home.owner._parameters[home.key]
+            if parameter is not None and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note, home.name))  # type: ignore[no-untyped-call]
+        handles.pop().remove()
+
+    def _note(self, name: str, _: torch.Tensor) -> None:
+        if self.counting:
+            self.reached.add(name)
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a sharded parameter stands: its name in the model, and the module and key that hold it."""
+
+    name: str
+    owner: nn.Module
+    key: str
+
+
+def _homes(module: nn.Module) -> list[tuple[Any, list[_Home]]]:
+    """Each FSDP2 unit with the parameters that it gathers itself; a tied one under its first name."""
+    seen: set[int] = set()
+    unit_of: dict[str, nn.Module] = {}
+    homes: dict[nn.Module, list[_Home]] = {}
+    for prefix, owner in module.named_modules():
+        is_unit = isinstance(owner, FSDPModule)
+        unit_of[prefix] = owner if is_unit else unit_of[prefix.rpartition(".")[0]]
+        own = homes.setdefault(unit_of[prefix], [])
+        for key, parameter in owner._parameters.items():
+            if isinstance(parameter, DTensor) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                own.append(_Home(f"{prefix}.{key}" if prefix else key, owner, key))
+    return list(homes.items())
 
 
 def units(module: nn.Module) -> list[nn.Module]:

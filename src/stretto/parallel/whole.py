@@ -38,6 +38,11 @@ class Whole:
         """See :class:`Applied`."""
         return self._places
 
+    @property
+    def communicates(self) -> bool:
+        """See :class:`Applied`; only a BatchNorm does."""
+        return self._norm.active
+
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; nothing is reduced here."""
@@ -47,6 +52,10 @@ class Whole:
     def gradient(self, name: str) -> torch.Tensor | None:
         """See :class:`Applied`."""
         return self._places[name].local.grad
+
+    def reached(self, name: str) -> bool:
+        """See :class:`Applied`; no parameter is summed here."""
+        return False
 
     def clear_gradients(self) -> None:
         """See :class:`Applied`; the sync rule holds these gradients."""

@@ -29,11 +29,19 @@ class Layout(Protocol):
     def places(self) -> Mapping[str, Part]:
         """Every parameter by name, in the model's order; the same names on every rank."""
 
+    @property
+    def communicates(self) -> bool:
+        """Whether its forward or backward enter collectives. Then nothing else may be sent meanwhile: which gradients
+        come, and when, may differ between ranks, and collectives must come in one order on all."""
+
     def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one microbatch."""
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """The gradient of this rank's part of a parameter."""
+
+    def reached(self, name: str) -> bool:
+        """Whether a real sample's gradient has reached a ``summed`` parameter on this rank since the last clearing."""
 
     def clear_gradients(self) -> None:
         """Forgets all gradients that the layout itself holds."""

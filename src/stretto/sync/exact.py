@@ -3,7 +3,9 @@
 Parameters whose layout doesn't add gradients itself are packed into flat buckets, in the reverse of the model's order,
 which is about the order in which backward makes them (as in PyTorch DDP, arXiv 2006.15704, section 3.2). A parameter's
 ``grad`` is a view into its bucket, so nothing is copied; on the last microbatch a bucket is sent as soon as it is full,
-always in the same order on every rank, while backward goes on.
+always in the same order on every rank, while backward goes on. Where the layout communicates in backward (BatchNorm,
+FSDP2's reduce-scatters), buckets wait for the end: collectives must come in one order everywhere, and a parameter that
+only some ranks use would change it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,6 @@ class ExactSum:
         self._next = 0
         self._sending = False
         self._counting = True
-        self._any_real = False
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
             for name, parameter in own.items()
@@ -70,7 +71,7 @@ class ExactSum:
         """See :class:`Sync`."""
         self._layout.clear_gradients()
         self._reached.zero_()
-        self._next, self._sending, self._any_real = 0, False, False
+        self._next, self._sending = 0, False
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.waiting, bucket.work = len(bucket.names), None
@@ -80,8 +81,7 @@ class ExactSum:
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Sync`."""
-        self._sending, self._counting = last, not ghost
-        self._any_real |= not ghost
+        self._sending, self._counting = last and not self._layout.communicates, not ghost
         with self._layout.microbatch(last, ghost), self._group.guard():
             yield
 
@@ -107,10 +107,9 @@ class ExactSum:
             for bucket in self._buckets:
                 if bucket.work is not None:
                     bucket.work.wait()
-        if self._any_real:
-            for name, place in self._layout.places.items():
-                if place.summed and self._layout.gradient(name) is not None:
-                    self._reached[self._order[name]] = 1.0
+        for name, place in self._layout.places.items():
+            if place.summed and self._layout.reached(name):
+                self._reached[self._order[name]] = 1.0
 
     def square_sum(self) -> torch.Tensor:
         """See :class:`Sync`. Of a bucket, which is the same everywhere, each rank answers for one part."""
