@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from stretto.comm.group import Group
 from stretto.data import Generators, seed_everything
+from stretto.errors import ProbeFailed, Refused
 from stretto.parallel import BoundOptimizer, Template, apply
+from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.precision import cast_model
+from stretto.probes import optimizer_cut_error
 from stretto.state import StateSource
 from stretto.step import Machinery
 from stretto.sync import build_sync
@@ -26,11 +29,29 @@ def build_template(task: Task) -> Template:
         before.restore()
 
 
+def check_plan(task: Task, template: Template, plan: Plan) -> None:
+    """Raises Refused, by name, where ``plan`` would change the numbers of this task. Needs no group."""
+    check(template, plan)
+    if plan.mesh.degree("dp_shard") == 1:
+        return
+    try:
+        error = optimizer_cut_error(task.optimizer)
+    except ProbeFailed:  # a factory that wants the real model's parameters; verify can still tell
+        return
+    if error > 1e-12:
+        raise Refused(
+            f"plan {plan}: optimizer() looks at whole tensors: a parameter's update differs from its halves' by "
+            f"{error:.0e} of the change, so sharding would change the numbers. Use zero=0, or an optimizer that works "
+            f"element by element (SGD, Adam, AdamW, RMSprop, ...)"
+        )
+
+
 def assemble(task: Task, plan: Plan, template: Template, group: Group, source: StateSource | None = None) -> Machinery:
     """Lays the template out over ``group`` and fills it from ``source`` (default: the template's first values).
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
     """
+    check_plan(task, template, plan)
     applied = apply(template, plan, group)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)

@@ -46,6 +46,10 @@ class PeerLost(Exception):
     """A collective ended because another member died or the group was broken: a consequence, not a cause."""
 
 
+class ProbeFailed(Exception):
+    """A probe could not be made; what it would have told is unknown."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest valid name, or ``""`` where none is close."""
     found = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)

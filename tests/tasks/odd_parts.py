@@ -71,8 +71,9 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, 
     return (weight * (output - target) ** 2).sum(), weight.sum()
 
 
-def optimizer(params: Params, lr: float = 1e-2, decay: float = 0.1) -> Optimizer:
-    return torch.optim.AdamW(list(params), lr=lr, weight_decay=decay)
+def optimizer(params: Params, lr: float = 1e-2, decay: float = 0.1, kind: str = "AdamW") -> Optimizer:
+    made: Optimizer = getattr(torch.optim, kind)(list(params), lr=lr, weight_decay=decay)
+    return made
 
 
 def schedule(optimizer: Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
