@@ -1,0 +1,84 @@
+"""Plans, recipes and meshes: what is read, what is refused and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.errors import PlanError, RecipeError, Refused
+from stretto.mesh import Mesh
+from stretto.plan import Plan
+from stretto.recipe import Recipe
+
+
+def test_a_plan_is_read_and_written() -> None:
+    plan = Plan.parse(" dp=2, zero=3 ,microbatches=4")
+    assert plan == Plan(dp=2, zero=3, microbatches=4)
+    assert Plan.parse(str(plan)) == plan
+    assert Plan.parse("") == Plan()
+    assert Plan.parse("zero=3", workers=3) == Plan(dp=3, zero=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dpp=2", "did you mean 'dp'"),
+        ("dp=two", "whole number"),
+        ("dp", "as in dp=2"),
+        ("dp=2,dp=3", "given twice"),
+        ("dp=0", "at least 1"),
+        ("dp=-1", "whole number"),
+        ("zero=7", "zero must be 0 or 3"),
+    ],
+)
+def test_a_plan_that_means_nothing_is_one_line(text: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says) as caught:
+        Plan.parse(text)
+    assert "\n" not in str(caught.value)
+    assert not isinstance(caught.value, Refused)
+
+
+@pytest.mark.parametrize("text", ["tp=2", "zero=1", "zero=2", "pp=4", "schedule=1f1b"])
+def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
+    with pytest.raises(Refused, match=f"{text.split('=')[0]}.*not built yet"):
+        Plan.parse(text)
+
+
+def test_workers_and_plan_must_agree() -> None:
+    with pytest.raises(PlanError, match=r"needs 2 worker\(s\), got --workers 3"):
+        Plan.parse("dp=2", workers=3)
+
+
+def test_a_mesh_places_ranks_row_major() -> None:
+    mesh = Mesh((("a", 2), ("b", 3), ("c", 1)))
+    assert mesh.size == 6
+    assert [tuple(mesh.coordinates(rank).values()) for rank in range(6)] == [
+        (0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0),
+    ]  # fmt: skip
+    assert mesh.describe(4) == "a=1, b=1"
+    assert mesh.degree("nowhere") == 1
+    with pytest.raises(ValueError, match="outside"):
+        mesh.coordinates(6)
+
+
+def test_the_everyday_spelling_chooses_the_axis() -> None:
+    assert Plan(dp=4).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1))
+    assert Plan(dp=4, zero=3).mesh.axes == (("dp_replicate", 1), ("dp_shard", 4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"batch": 0}, "batch must be a whole number of at least 1"),
+        ({"steps": True}, "steps"),
+        ({"keep": 0}, "keep"),
+        ({"clip": -1.0}, "clip must be a positive number"),
+        ({"precision": "fp23"}, "did you mean 'fp32'"),
+        ({"precision": "bf16"}, "not built yet"),
+        ({"sync": "local"}, "not built yet"),
+        ({"seed": -1}, "seed"),
+        ({"eval_batch": 0}, "eval_batch"),
+    ],
+)
+def test_a_recipe_names_the_field_that_is_wrong(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        Recipe(**{"batch": 4, "steps": 2, **fields})  # type: ignore[arg-type]
