@@ -80,6 +80,7 @@ def steps(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     observer = Veto(group.rank, veto["rank"], veto["step"], veto.get("times", 1)) if veto else None
     stepper = Stepper(task, plan, dataset, on, observer)
     seed_everything(task.recipe.seed)
+    generators = Generators.remember().to_json()
     batches = _batches(task, len(dataset))
     outcomes = []
     failed = None
@@ -95,6 +96,7 @@ def steps(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
         "outcomes": outcomes,
         "failed": failed,
         "untouched": failed is not None and before == state_digest(on),
+        "generators_kept": generators == Generators.remember().to_json(),
         "state": state_digest(on),
         "moments": state_moments(on),
         "attempts": observer.attempts if observer else None,
