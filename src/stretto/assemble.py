@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
 from stretto.data import Generators, seed_everything
-from stretto.errors import ProbeFailed, Refused
+from stretto.errors import CheckpointError, ProbeFailed, Refused
 from stretto.parallel import BoundOptimizer, Template, apply
 from stretto.parallel.apply import check
 from stretto.plan import Plan
@@ -69,3 +72,33 @@ def disassemble(machinery: Machinery) -> None:
     machinery.sync.detach()
     machinery.applied.teardown()
     machinery.group.close()
+
+
+def load_data(task: Task) -> dict[str, Any]:
+    """The datasets, built under the recipe's seed so that every worker's are the same."""
+    before = Generators.remember()
+    seed_everything(task.recipe.seed)
+    try:
+        return task.data()
+    finally:
+        before.restore()
+
+
+def fitting(template: Template, checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint, once its tensors are known to be the model's. Raises CheckpointError naming one that isn't."""
+    if checkpoint is None:
+        return None
+    names = set(checkpoint.names())
+    for name, spec in template.specs.items():
+        full = f"model/{name}"
+        if full not in names:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.step}: the model's {name!r} is not in it; did the task change?"
+            )
+        saved = checkpoint.spec(full)
+        if (saved.shape, saved.dtype) != (spec.shape, spec.dtype):
+            raise CheckpointError(
+                f"checkpoint {checkpoint.step}: {name!r} is {saved.dtype} {list(saved.shape)} in it, "
+                f"the model's is {spec.dtype} {list(spec.shape)}; did the task or its settings change?"
+            )
+    return checkpoint

@@ -7,6 +7,8 @@ is saved and left.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import assemble, disassemble
+from stretto.assemble import assemble, disassemble, fitting, load_data
 from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, snapshot_slices
 from stretto.comm.group import Group
 from stretto.data import BatchHandle, Generators, Position, Sampler, cut, derive_seed, seed_everything
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
-from stretto.errors import CheckpointError, UserError, nearest
+from stretto.errors import CheckpointError, PeerLost, UserError, nearest
 from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
 from stretto.parallel import Template
@@ -93,8 +95,9 @@ class Run:
         self.state: dict[str, Any] = {}
         self._options, self._context, self._group = options, context, group
         self._began = time.perf_counter()
-        self._data = _load_data(self.task)
-        self._on = assemble(self.task, self.plan, prepared.template, group, _checked(prepared))
+        self._data = load_data(self.task)
+        source = fitting(prepared.template, prepared.checkpoint)
+        self._on = assemble(self.task, self.plan, prepared.template, group, source)
         self._progress = _Progress()
         self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
@@ -103,8 +106,9 @@ class Run:
         prepared.template.release()
         self._saved = self._progress.step
         self._evaluated: tuple[int, dict[str, float]] | None = None
-        self._stopping = False
+        self._stopping = self._finished = self._told_draws = False
         self._open_files()
+        atexit.register(self._leave)
 
     def _open_files(self) -> None:
         member, speaks = self._context.member, self._group.rank == 0
@@ -132,6 +136,20 @@ class Run:
                 "world_size": self._group.size,
             }
         )
+
+        if self.recipe.eval_every and "val" not in self._data:
+            text = f"eval_every={self.recipe.eval_every} has no effect: data() returns no split named 'val'"
+            self._say({"kind": "note", "text": text})
+
+    def _leave(self) -> None:
+        """At the end of the process: a save in progress is waited for, and a loop that forgot to finish is told."""
+        if self._finished:
+            return
+        with contextlib.suppress(UserError):
+            self._writer.wait()
+        kept = f"the checkpoint of step {self._saved}" if self._saved else "no checkpoint"
+        text = f"the loop left at step {self._progress.step} without run.finish(): {kept} and no summary is kept"
+        self._say({"kind": "note", "text": text})
 
     def _wants_stop(self) -> bool:
         return self._context.control.stop_requested()
@@ -169,7 +187,12 @@ class Run:
             raise UserError(
                 f"run.step(): expected batch {self._progress.step + 1}, got {batch.step}; step each batch once"
             )
-        outcome = self._stepper.step(batch)
+        try:
+            outcome = self._stepper.step(batch)
+        except PeerLost:
+            self._writer.cancel()  # it may be waiting for the one that is gone
+            raise
+        self._note_draws()
         self._progress.step, self._progress.position = batch.step, batch.end
         self._progress.samples += outcome.samples
         self._progress.loss = outcome.loss
@@ -179,6 +202,18 @@ class Run:
         if outcome.stopping:
             self._say({"kind": "stopping", "step": outcome.step})
         return outcome
+
+    def _note_draws(self) -> None:
+        """Says once, after the first step, that random numbers in forward belong to the cut."""
+        pieces = self.plan.dp * self.plan.microbatches
+        if self._stepper.draws and not self._told_draws and pieces > 1:
+            text = (
+                f"forward draws random numbers (dropout, say); they belong to the {pieces} pieces that {self.plan} "
+                f"cuts a batch into: one device gives these numbers with --plan dp=1,microbatches={pieces}, and "
+                "another cut draws others"
+            )
+            self._say({"kind": "note", "text": text})
+        self._told_draws = True
 
     def _record(self, batch: BatchHandle, outcome: StepOutcome) -> None:
         pieces = cut(batch.ids, self.plan.dp, self.plan.microbatches, self._group.rank)
@@ -326,6 +361,8 @@ class Run:
         return summary
 
     def _close(self) -> None:
+        self._finished = True
+        atexit.unregister(self._leave)
         self._events.close()
         self._ledger.close()
         self._group.barrier()
@@ -336,39 +373,8 @@ def _silent(event: dict[str, Any]) -> None:
     """Only the lowest rank speaks."""
 
 
-def _load_data(task: Task) -> dict[str, Any]:
-    """The datasets, built under the recipe's seed so that every worker's are the same."""
-    before = Generators.remember()
-    seed_everything(task.recipe.seed)
-    try:
-        return task.data()
-    finally:
-        before.restore()
-
-
 def _json_only(value: Any, what: str) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{what} must be JSON to be kept in a checkpoint: {error}") from error
-
-
-def _checked(prepared: Prepared) -> Checkpoint | None:
-    """The checkpoint, once its tensors are known to be the model's. Raises CheckpointError naming one that isn't."""
-    checkpoint = prepared.checkpoint
-    if checkpoint is None:
-        return None
-    names = set(checkpoint.names())
-    for name, spec in prepared.template.specs.items():
-        full = f"model/{name}"
-        if full not in names:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.step}: the model's {name!r} is not in it; did the task change?"
-            )
-        saved = checkpoint.spec(full)
-        if (saved.shape, saved.dtype) != (spec.shape, spec.dtype):
-            raise CheckpointError(
-                f"checkpoint {checkpoint.step}: {name!r} is {saved.dtype} {list(saved.shape)} in it, "
-                f"the model's is {spec.dtype} {list(spec.shape)}; did the task or its settings change?"
-            )
-    return checkpoint

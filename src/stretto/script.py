@@ -26,3 +26,5 @@ def work(payload: dict[str, Any], context: WorkerContext) -> None:
         if error.filename != script:
             raise
         raise TaskError(f"script: {script}, line {error.lineno}: {error.msg}") from error
+    if not context.coordinates:  # set where a group is formed
+        raise TaskError(f"{script} never called stretto.start(); if it is a task: `stretto train {script}`")

@@ -24,7 +24,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from stretto.comm.group import Group
-from stretto.data import BatchHandle, Generators, Piece, cut, derive_seed, fetch, seed_everything, to_device
+from stretto.data import (
+    BatchHandle,
+    Generators,
+    Piece,
+    cut,
+    derive_seed,
+    drawn_since,
+    fetch,
+    seed_everything,
+    to_device,
+)
 from stretto.errors import TaskError
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.plan import Plan
@@ -138,6 +148,7 @@ class Stepper:
         self._wants_stop = wants_stop
         self._dtype = COMPUTE[task.recipe.precision]
         self.nominal_weight = float(task.recipe.batch)
+        self.draws: bool | None = None  # whether forward draws random numbers; known after the first microbatch
 
     def step(self, batch: BatchHandle) -> StepOutcome:
         """Commits ``batch``; a step that is voted down is run again, up to three times.
@@ -173,10 +184,10 @@ class Stepper:
 
     def _run(self, piece: Piece, batch: BatchHandle, sums: _Sums) -> None:
         """Forward and backward of one microbatch."""
-        output, samples = forward(
-            self._task, self._on, self._dataset, piece.ids, batch.start.epoch,
-            derive_seed(self._task.recipe.seed, "forward", batch.step, piece.first),
-        )  # fmt: skip
+        seed = derive_seed(self._task.recipe.seed, "forward", batch.step, piece.first)
+        output, samples = forward(self._task, self._on, self._dataset, piece.ids, batch.start.epoch, seed)
+        if self.draws is None:
+            self.draws = drawn_since(seed, self._on.group.device)
         with computing(self._task.recipe.precision):
             total, weight = self._task.loss(output, samples)
         if not total.requires_grad:
@@ -184,8 +195,8 @@ class Stepper:
                 "task: loss() returned a sum without a gradient; it must be computed from the model's output"
             )
         # A ghost's gradient is its sample's with a factor of exactly 0.
-        seed = torch.zeros_like(total) if piece.ghost else torch.full_like(total, 1.0 / self._nominal())
-        torch.autograd.backward(total, seed)
+        weighting = torch.zeros_like(total) if piece.ghost else torch.full_like(total, 1.0 / self._nominal())
+        torch.autograd.backward(total, weighting)
         if not piece.ghost:
             sums.loss += total.detach().double().cpu()
             sums.weight += weight.detach().double().cpu()

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,9 @@ OPTIONAL: Final = (
 # Entries of a mapping that a loss reads and a model must not be handed by default, as models that take them
 # (Hugging Face's) would compute a loss of their own.
 TARGET_NAMES: Final = frozenset({"label", "labels", "target", "targets", "weight", "weights"})
+
+
+_loading: ContextVar[Path | None] = ContextVar("stretto_loading", default=None)
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,11 @@ def resolve_task_path(source: str | Path) -> Path:
     return path.resolve()
 
 
+def task_being_loaded() -> Path | None:
+    """The task file that is being imported at this moment, or None."""
+    return _loading.get()
+
+
 def _import_file(path: Path) -> ModuleType:
     folder = str(path.parent)
     if folder not in sys.path:  # so that a task may import what lies beside it
@@ -282,10 +291,13 @@ def _import_file(path: Path) -> ModuleType:
         raise TaskError(f"task: {path} can't be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    token = _loading.set(path)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise TaskError(f"task: {path}, line {error.lineno}: {error.msg}") from error
+    finally:
+        _loading.reset(token)
     return module
 
 

@@ -10,11 +10,11 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from stretto.assemble import build_template, check_plan
-from stretto.checkpoint import Checkpoint, newest_whole
+from stretto.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from stretto.cluster import Cluster
 from stretto.comm.group import Group, Rendezvous
 from stretto.elastic.ledger import read_starts
-from stretto.errors import LaunchError, PlanError, UserError, one_line
+from stretto.errors import LaunchError, PlanError, TaskError, UserError, one_line
 from stretto.launch.context import WorkerContext, attach, current
 from stretto.loop import train
 from stretto.observe import rss_bytes
@@ -30,7 +30,7 @@ from stretto.runfolder import (
     write_resolved,
     write_text,
 )
-from stretto.task import Setting, Task, load_task
+from stretto.task import Setting, Task, load_task, task_being_loaded
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -85,6 +85,9 @@ def start(
         PlanError: the plan needs another number of workers than were started.
         UserError: anything else that is the user's to mend.
     """
+    if (loading := task_being_loaded()) is not None:
+        name = loading.name
+        raise TaskError(f"{name} calls stretto.start(), so it is a script with a loop of its own: `stretto run {name}`")
     imported = rss_bytes()
     if current() is None:
         _tell_mistakes_in_one_line()
@@ -95,7 +98,7 @@ def start(
     _check_started(chosen, context)
     group = form_group(chosen, context)
     folder, attempt = _agree_on_folder(group, loaded, None if run is None else Path(run), resume)
-    going_on = resume and (folder / "checkpoints").is_dir()
+    going_on = resume and bool(list_checkpoints(folder / "checkpoints"))
     checkpoint = _newest(folder, context.control.send if group.rank == 0 else _quiet) if going_on else None
     prepared = _prepare(loaded, chosen, checkpoint)
     if group.rank == 0:
@@ -111,7 +114,8 @@ def _tell_mistakes_in_one_line() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, UserError):
-            print(f"stretto: {one_line(error)}", file=sys.stderr)
+            # torch.distributed wraps this hook and holds standard error back while it runs: hence the real one.
+            print(f"stretto: {one_line(error)}", file=sys.__stderr__, flush=True)
             raise SystemExit(error.exit_code)
         before(kind, error, trace)
 

@@ -121,3 +121,29 @@ def test_a_script_that_is_no_python_costs_one_line(room: Path) -> None:
     broken = started(room, "none", str(BIN / "stretto"), "run", str(room / "broken.py"))
     assert broken.code == 2
     assert broken.err == f"stretto: script: {room / 'broken.py'}, line 3: invalid syntax\n"
+
+
+def test_a_mistake_after_the_group_has_formed_is_one_line_too(room: Path, with_two: Ended) -> None:
+    """torch.distributed holds standard error back while an excepthook runs."""
+    again = started(room, "two", sys.executable, str(room / "loop.py"), "", str(room / "two"))
+    assert again.code == 2
+    assert "holds a run already" in again.err and "Traceback" not in again.err
+
+
+def test_a_script_given_for_a_task_and_a_task_for_a_script_are_told_apart(room: Path) -> None:
+    task = started(room, "runs", str(BIN / "stretto"), "train", str(room / "loop.py"))
+    assert task.code == 2 and "`stretto run loop.py`" in task.err.replace(str(room) + "/", "")
+    assert not list((room / "elsewhere").glob("runs/*")), "nothing was trained on the way"
+    script = started(room, "runs", str(BIN / "stretto"), "run", str(LINE))
+    assert script.code == 2 and "never called stretto.start()" in script.err
+
+
+def test_a_loop_that_forgets_to_finish_keeps_its_save_and_is_told(room: Path) -> None:
+    (room / "forgets.py").write_text(
+        f"import stretto\nrun = stretto.start({str(LINE)!r}, run={str(room / 'forgets')!r})\n"
+        "for batch in run.batches():\n    run.step(batch)\n    if batch.step == 3:\n        run.save()\n        break\n"
+    )
+    left = started(room, "forgets", sys.executable, str(room / "forgets.py"))
+    assert left.code == 0
+    assert "left at step 3 without run.finish(): the checkpoint of step 3" in left.err
+    assert (left.folder / "checkpoints" / "step-00000003" / "manifest.json").is_file()

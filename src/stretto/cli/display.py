@@ -151,7 +151,7 @@ class Display:
             ended = f"stopped after step {summary['steps']:,} of {self._progress.steps:,}"
         parts = [
             f"{ended} in {duration(summary['wall_seconds'])}",
-            f"{count(summary['samples'])} samples",
+            f"{count(summary['samples'])} samples{'' if first == 1 else ' in all'}",
             f"last loss {number(summary['final_loss'])}",
             f"peak memory {size(summary['peak_bytes'])} a worker",
         ]

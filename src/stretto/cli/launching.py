@@ -144,7 +144,7 @@ def next_commands(launch: Launch, finished: bool) -> list[tuple[str, str]]:
     other = f"dp={plan.dp}" if plan.zero else f"dp={max(2, plan.dp)},zero=3"
     found = [] if finished else [(f"stretto resume {run}", "goes on from here")]
     if not finished and plan.world_size > 1:
-        found.append((f"stretto resume {run} --workers 1", "on another number of workers, same numbers"))
+        found.append((f"stretto resume {run} --workers 1", "on another number of workers"))
     found.append((f"stretto audit {run}", SEEN_ONCE))
     found.append((f"stretto verify {task} --plan {proof}{sets}", "are these one device's numbers?"))
     if finished:

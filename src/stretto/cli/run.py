@@ -68,4 +68,4 @@ def next_commands(script: Path, run: Path, args: list[str], workers: int) -> lis
     again = f"stretto run {shlex.quote(shown_path(script))} --workers {2 if workers == 1 else 1}"
     again += f" -- {shlex.join(args)}" if args else ""
     audit = f"stretto audit {shlex.quote(shown_path(run))}"
-    return [(audit, SEEN_ONCE), (again, "the same numbers")]
+    return [(audit, SEEN_ONCE), (again, "the same on another number of workers")]

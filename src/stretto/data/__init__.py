@@ -3,7 +3,7 @@
 from stretto.data.cut import Piece, cut
 from stretto.data.fetch import fetch, to_device
 from stretto.data.sampler import BatchHandle, Position, Sampler
-from stretto.data.seeds import Generators, derive_seed, seed_everything
+from stretto.data.seeds import Generators, derive_seed, drawn_since, seed_everything
 
 __all__ = [
     "BatchHandle",
@@ -13,6 +13,7 @@ __all__ = [
     "Sampler",
     "cut",
     "derive_seed",
+    "drawn_since",
     "fetch",
     "seed_everything",
     "to_device",

@@ -35,6 +35,10 @@ class BatchHandle:
     end: Position
     ids: tuple[int, ...]
 
+    def __iter__(self) -> Iterator[int]:
+        """Raises TaskError: whoever unpacks a handle takes it for the batch itself."""
+        raise TaskError("run.batches() yields handles (sample ids), not tensors; pass each to run.step(batch)")
+
 
 @dataclass(frozen=True)
 class Sampler:

@@ -23,6 +23,15 @@ def seed_everything(value: int) -> None:
     _seed_host(value)
 
 
+def drawn_since(value: int, device: torch.device) -> bool:
+    """Whether torch has drawn any number, here or on ``device``, since ``seed_everything(value)``."""
+    fresh = torch.Generator().manual_seed(value).get_state()
+    if device.type == "cuda":
+        offset = torch.cuda.get_rng_state(device)[8:]  # after the seed comes the count of what was drawn
+        return bool(offset.any()) or not torch.equal(fresh, torch.get_rng_state())
+    return not torch.equal(fresh, torch.get_rng_state())
+
+
 def seed_items(value: int) -> None:
     """Like :func:`seed_everything` for code that runs on the host only; a tenth of its cost, once a sample."""
     torch.default_generator.manual_seed(value)

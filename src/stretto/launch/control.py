@@ -33,10 +33,16 @@ class Control(Protocol):
 
 
 class NoControl:
-    """The control of a process that nobody of ours has started: its events go nowhere, nobody asks it to stop."""
+    """The control of a process that nobody of ours has started: nobody asks it to stop, and of its events it says
+    itself, on standard error, what a person must know."""
 
     def send(self, event: dict[str, Any]) -> None:
-        """Nobody listens."""
+        """Prints notes, and where the run is once it has ended."""
+        if event["kind"] == "note":
+            print(f"stretto: {event['text']}", file=sys.stderr, flush=True)
+        elif event["kind"] == "summary":
+            told = f"{event['steps']:,} steps, last loss {event['final_loss']}; everything is in {event['run']}"
+            print(f"stretto: {told}", file=sys.stderr, flush=True)
 
     def stop_requested(self) -> bool:
         """Never."""

@@ -42,7 +42,13 @@ class Server:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C in the terminal is the launcher's to handle
             # Gloo asks the name service for an interface otherwise, and may choose one that leads nowhere.
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            # Asking the driver itself whether there is a GPU would spoil CUDA for every fork.
+            env={
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            },
         )
         theirs.close()
         os.close(lifeline)

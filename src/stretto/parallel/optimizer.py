@@ -116,7 +116,9 @@ class BoundOptimizer:
                 raise CheckpointError(f"checkpoint: it has optimizer state for {name!r}, which the model does not have")
             spec = source.spec(full)
             box = place.box if spec.shape == place.spec.shape else Box.whole(spec.shape)
-            state.setdefault(place.local, {})[key] = source.read(full, box)
+            value = source.read(full, box)
+            # Torch keeps step counters on the host, whatever device the parameter is on.
+            state.setdefault(place.local, {})[key] = value if key == "step" else value.to(place.local.device)
         for name, values in scalars.items():
             state.setdefault(self._places[name].local, {}).update(values)
         self.optimizer.state.clear()

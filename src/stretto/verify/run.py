@@ -6,7 +6,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,7 +126,11 @@ class _Prover:
             num_workers=plan.world_size,
             log_dir=self._folder / "logs",
         )
-        return judge(text, record, self._run(job, quiet=True))
+        report = judge(text, record, self._run(job, quiet=True))
+        if report.status == "passed" and record.random and pieces > 1:
+            reason = "forward draws random numbers, which belong to a batch's pieces: equal to one device with as many"
+            report = replace(report, reason=f"{reason} (dp=1,microbatches={pieces})")
+        return report
 
     def _run_reference(self, pieces: int) -> _Reference:
         folder = self._folder / f"one-device-{pieces}"
