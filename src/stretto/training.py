@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from stretto.assemble import build_template, check_plan
+from stretto.assemble import build_template
 from stretto.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from stretto.cluster import Cluster
 from stretto.comm.group import Group, Rendezvous
@@ -19,6 +19,7 @@ from stretto.launch.context import WorkerContext, attach, current
 from stretto.loop import train
 from stretto.observe import rss_bytes
 from stretto.order import TrainOrder
+from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.run import Prepared, Run, RunOptions
 from stretto.runfolder import (
@@ -139,7 +140,7 @@ def open_run(prepared: Prepared, options: RunOptions, context: WorkerContext, gr
 
 def _prepare(task: Task, plan: Plan, checkpoint: Checkpoint | None) -> Prepared:
     template = build_template(task)
-    check_plan(task, template, plan)
+    check(template, plan)  # the optimizer is probed in the workers: a step of Adam would touch CUDA before the fork
     return Prepared(task, plan, template, checkpoint)
 
 
