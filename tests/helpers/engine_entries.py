@@ -173,31 +173,29 @@ def first_backward(payload: dict[str, Any], context: WorkerContext) -> dict[str,
     """Seconds from the moment the host forks this worker to the end of its first sharded backward."""
     plan = Plan.parse(payload["plan"])
     group = form_group(plan, context)
-    task, template, template_done = context.prepared
-    dataset = task.data()["train"]
+    task, template, dataset, prepared_at = context.prepared
     on = assemble(task, plan, template, group)
     samples = task.collate([dataset[0]])
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     with on.sync.microbatch(last=True, ghost=False):
         total, _ = task.loss(on.applied.module(*arguments, **keywords), samples)
         torch.autograd.backward(total)
-    return {"seconds": time.monotonic() - template_done}
+    return {"seconds": time.monotonic() - prepared_at}
 
 
 def prepare(payload: dict[str, Any], report: Any) -> Any:
-    """The task and its template, once for all workers, and when that was done (monotonic)."""
+    """The task, its template and its data, once for all workers, and when that was done (monotonic)."""
     task = load_task(payload["task"], payload.get("sets", {}))
-    return task, build_template(task), time.monotonic()
+    return task, build_template(task), task.data()["train"], time.monotonic()
 
 
 def storages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """Bytes of parameters, gradients and optimizer state on this rank after a step, storages counted once."""
-    task, template, _ = context.prepared
+    task, template, dataset, _ = context.prepared
     plan = Plan.parse(payload["plan"])
     group = form_group(plan, context)
     on = assemble(task, plan, template, group)
     template.release()
-    dataset = task.data()["train"]
     stepper = Stepper(task, plan, dataset, on)
     kept: dict[int, int] = {}
 
