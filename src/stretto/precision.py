@@ -55,5 +55,14 @@ def _double() -> Iterator[None]:
 
 
 def cast_model(module: nn.Module, precision: str) -> nn.Module:
-    """The module with its real floating parameters and buffers in the type that ``precision`` trains in, in place."""
-    return module.to(COMPUTE[precision])
+    """The module with its floating and complex parameters and buffers in the width of ``precision``, in place."""
+    real = COMPUTE[precision]
+    complex_ = torch.complex128 if real == torch.float64 else torch.complex64
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():  # Module.to would throw the imaginary part away
+            return tensor.to(complex_)
+        return tensor.to(real) if tensor.is_floating_point() else tensor
+
+    module._apply(cast)  # type: ignore[no-untyped-call]
+    return module

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.assemble import assemble, disassemble, fitting, load_data
-from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, snapshot_slices
+from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, pack, snapshot_slices, unpack
 from stretto.comm.group import Group
 from stretto.data import BatchHandle, Generators, Position, Sampler, cut, derive_seed, seed_everything
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
@@ -305,7 +305,7 @@ class Run:
             "skipped": progress.skipped,
             "nominal_weight": self._stepper.nominal_weight,
             "generators": Generators.remember().to_json(),
-            "schedule": None if schedule is None else _json_only(schedule.state_dict(), "the schedule's state"),
+            "schedule": None if schedule is None else pack(schedule.state_dict(), "the schedule's state"),
             "groups": self._on.optimizer.hyperparameters(),
             "scalars": self._on.optimizer.scalars(),
             "state": _json_only(self.state, "run.state"),
@@ -317,7 +317,7 @@ class Run:
         self._on.optimizer.load_hyperparameters(meta["groups"])
         self._on.optimizer.import_state(checkpoint, meta["scalars"])
         if self._on.schedule is not None and meta["schedule"] is not None:
-            self._on.schedule.load_state_dict(meta["schedule"])
+            self._on.schedule.load_state_dict(unpack(meta["schedule"]))
         self._stepper.nominal_weight = meta["nominal_weight"]
         Generators.from_json(meta["generators"]).restore()
         self.state = meta["state"]

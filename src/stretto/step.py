@@ -35,7 +35,7 @@ from stretto.data import (
     seed_everything,
     to_device,
 )
-from stretto.errors import TaskError
+from stretto.errors import Refused, TaskError
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.plan import Plan
 from stretto.precision import COMPUTE, computing
@@ -207,17 +207,28 @@ class Stepper:
 
     def _vote(self, step: int, sums: _Sums) -> _Decision:
         sync, group = self._on.sync, self._on.group
-        agrees = float(self._observer.vote(step))
+        agrees = self._observer.vote(step) and sync.agrees()
+        mark = float(sync.mark())
         head = [
-            agrees,
+            float(agrees),
             float(self._wants_stop()),
+            mark,
+            mark * mark,
             float(sums.loss),
             float(sums.weight),
             float(sync.square_sum()),
         ]
         ballot = torch.cat([torch.tensor(head, dtype=torch.float64), sync.reached()])
         group.all_reduce(ballot)
-        votes, stops, loss, weight, square_sum, *reached = ballot.tolist()
+        votes, stops, marks, squares, loss, weight, square_sum, *reached = ballot.tolist()
+        if group.size * squares != marks * marks:  # whole numbers, exact: equal just where all marks are
+            raise Refused(
+                f"plan {self._plan}: step {step}: the ranks ran the model's layers in different orders, as the model "
+                "chooses layers by its data; sharded layers are gathered by all ranks together, so the numbers would "
+                "be wrong. Use zero=0"
+            )
+        if weight < 0:
+            raise TaskError(f"task: step {step}: loss() gave weights whose sum is {weight}; weights can't be negative")
         hits = tuple(flag > 0 for flag in reached)
         return _Decision(votes == group.size, stops > 0, loss, weight, square_sum, hits)
 
@@ -316,6 +327,10 @@ def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> di
                     into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
                     if not piece.ghost:
                         into += torch.stack([total.double().cpu(), weight.double().cpu()])
-    table = torch.stack(list(totals.values()))
+    names = sorted({name for found in on.group.gather_json(list(totals)) for name in found})
+    if not names:
+        raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
+    nothing = torch.zeros(2, dtype=torch.float64)
+    table = torch.stack([totals.get(name, nothing) for name in names])
     on.group.all_reduce(table)
-    return {name: (float(row[0]), float(row[1])) for name, row in zip(totals, table, strict=True)}
+    return {name: (float(row[0]), float(row[1])) for name, row in zip(names, table, strict=True)}

@@ -196,7 +196,9 @@ def _resolve(task: Task, plan: Plan, plan_text: str, plan_origin: str) -> Resolv
     recipe = {
         name: {"value": getattr(task.recipe, name), "origin": origin} for name, origin in task.recipe_origins.items()
     }
-    settings = {name: _entry(entry) for name, entry in task.settings.items() if name not in recipe}
+    settings = {
+        name: _entry(entry) for name, entry in task.settings.items() if name not in recipe and _is_plain(entry.value)
+    }
     return Resolved(
         name=task.name,
         task=None if task.path is None else str(task.path),
@@ -226,8 +228,12 @@ def _with_first_origins(resolved: Resolved, before: Resolved) -> Resolved:
 
 def _entry(setting: Setting) -> dict[str, Any]:
     value = list(setting.value) if isinstance(setting.value, tuple) else setting.value
-    plain = value if value is None or isinstance(value, bool | int | float | str | list | dict) else repr(value)
-    return {"value": plain, "origin": setting.origin}
+    return {"value": value, "origin": setting.origin}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a file can hold it; a default that is an object of the task's own comes back from the task instead."""
+    return value is None or type(value) in (bool, int, float, str, list, tuple, dict)
 
 
 def _rows(resolved: Resolved) -> list[list[Any]]:

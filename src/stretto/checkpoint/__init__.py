@@ -4,6 +4,7 @@
 """
 
 from stretto.checkpoint.names import list_checkpoints
+from stretto.checkpoint.plain import pack, unpack
 from stretto.checkpoint.points import COMMITTER_POINTS, MEMBER_POINTS
 from stretto.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint
 from stretto.checkpoint.snapshot import Snapshot, snapshot_slices
@@ -19,6 +20,8 @@ __all__ = [
     "list_checkpoints",
     "newest_whole",
     "open_checkpoint",
+    "pack",
     "snapshot_slices",
     "sweep",
+    "unpack",
 ]

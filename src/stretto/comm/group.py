@@ -103,6 +103,15 @@ class Group:
             cells.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return json.loads(bytes(self.broadcast(cells).tolist()))
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every member's ``value``, which must be JSON, in rank order."""
+        text = json.dumps(value).encode()
+        sizes = [int(size.item()) for size in self.all_gather(torch.tensor([len(text)]))]
+        cells = torch.zeros(max(sizes), dtype=torch.uint8)
+        cells[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.all_gather(cells)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
     def barrier(self) -> None:
         """Returns when every member has come."""
         self.all_reduce(torch.zeros(1))

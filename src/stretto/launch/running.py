@@ -150,9 +150,8 @@ class RunningJob:
 
     def _hear_signals(self) -> None:
         for number in self._interrupts.take():
-            again = number == signal.SIGINT and self._interrupted
-            self._interrupted |= number == signal.SIGINT
-            self._feed(KillRequested(number) if again else StopRequested(number))
+            self._feed(KillRequested(number) if self._interrupted else StopRequested(number))
+            self._interrupted = True
 
     def _hear_worker(self, member: str, worker: _Worker) -> None:
         for message in worker.channel.receive_ready():

@@ -58,6 +58,11 @@ class Applied(Protocol):
     def gradient(self, name: str) -> torch.Tensor | None:
         """The gradient of this rank's part of a parameter, shape ``box.shape``; None where nothing reached it."""
 
+    @property
+    def mark(self) -> int:
+        """A number below 2**20 that stands for the order in which units were gathered since the last clearing. Ranks
+        that gather different units of one size together would compute with each other's layers."""
+
     def reached(self, name: str) -> bool:
         """Whether a real sample's gradient has reached a ``summed`` parameter on this rank since the last clearing."""
 

@@ -142,7 +142,8 @@ def _state_slice(full: str, value: torch.Tensor, place: Place) -> Slice:
 
 def _cut(value: Any, place: Place) -> Any:
     if isinstance(value, torch.Tensor) and tuple(value.shape) == place.spec.shape:
-        return value[place.box.within(Box.whole(place.spec.shape))].clone()
+        part = value[place.box.within(Box.whole(place.spec.shape))]
+        return part.clone(memory_format=torch.contiguous_format)  # the stand-in it was made after has no strides
     return value
 
 

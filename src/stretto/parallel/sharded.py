@@ -6,11 +6,12 @@ dimensions, which it refuses, stay whole on each rank and their gradients are le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -37,11 +38,12 @@ class Sharded:
 
     def __init__(self, template: Template, group: Group) -> None:
         _refuse_mixed_types(template)
+        _refuse_sparse(template)
         self.module = template.build(group.device)
         self._group = group
         self._norm = GlobalBatchNorm(self.module, group)
         mesh = DeviceMesh.from_group(group.process_group, group.device.type, mesh_dim_names=("dp_shard",))
-        whole = {parameter for parameter in self.module.parameters() if parameter.ndim == 0}
+        whole = {parameter for parameter in self.module.parameters() if not _can_cut(parameter.shape)}
         for unit in (*units(self.module), self.module):
             fully_shard(unit, mesh=mesh, ignored_params=whole)
         self._root = cast(FSDPModule, self.module)
@@ -54,7 +56,7 @@ class Sharded:
                     module.set_modules_to_backward_prefetch([module])
         self._watch = _Watch(self.module)
         self._dtensors = {name: p for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
-        owners = assign_owners((s for s in template.specs.values() if not s.shape), group.size)
+        owners = assign_owners((s for s in template.specs.values() if not _can_cut(s.shape)), group.size)
         parameters = dict(self.module.named_parameters())
         self._places = {
             name: self._place(parameters[name], spec, owners.get(name) == group.rank)
@@ -89,6 +91,7 @@ class Sharded:
         self._root.set_requires_gradient_sync(last)
         self._root.set_is_last_backward(last)
         self._watch.counting = not ghost
+        self._watch.fired.clear()
         with self._norm.counting(not ghost):
             yield
 
@@ -99,13 +102,18 @@ class Sharded:
             return self._places[name].local.grad
         return None if sharded.grad is None else cast(DTensor, sharded.grad)._local_tensor
 
+    @property
+    def mark(self) -> int:
+        """See :class:`Applied`."""
+        return self._watch.mark
+
     def reached(self, name: str) -> bool:
         """See :class:`Applied`."""
         return name in self._watch.reached
 
     def clear_gradients(self) -> None:
         """See :class:`Applied`."""
-        self._watch.reached.clear()
+        self._watch.clear()
         for sharded in self._dtensors.values():
             sharded.grad = None
 
@@ -128,8 +136,11 @@ class Sharded:
         del self.module
 
 
+_MARKS: Final = 1_048_573  # a prime below 2**20
+
+
 class _Watch:
-    """Notes which sharded parameters a gradient reaches.
+    """Notes which sharded parameters a gradient reaches, and in which order units are gathered.
 
     FSDP2 must reduce a unit's parameters together on every rank, also those that this rank's samples didn't use; zeros
     are sent for them. Afterwards zeros don't tell whether a parameter took part at all, and one device would leave one
@@ -138,12 +149,23 @@ class _Watch:
 
     def __init__(self, module: nn.Module) -> None:
         self.reached: set[str] = set()
+        self.fired: set[str] = set()  # in this microbatch
+        self.mark = 0
         self.counting = True
-        for unit, homes in _homes(module):
+        for index, (unit, homes) in enumerate(_homes(module)):
+            unit.register_forward_pre_hook(partial(self._follow, index))
             if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch >= 2.13
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
             handles: list[RemovableHandle] = []
             handles.append(unit.register_forward_pre_hook(partial(self._look, homes, handles)))
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self.reached.clear()
+        self.mark = 0
+
+    def _follow(self, index: int, unit: nn.Module, _: Any) -> None:
+        self.mark = (self.mark * 31 + index + 1) % _MARKS
 
     def _look(self, homes: list[_Home], handles: list[RemovableHandle], unit: nn.Module, _: Any) -> None:
         """The unit is gathered for the first time: its whole parameters are there, and stay the same objects."""
@@ -154,6 +176,13 @@ class _Watch:
         handles.pop().remove()
 
     def _note(self, name: str, _: torch.Tensor) -> None:
+        if name in self.fired:  # FSDP2 has reduced the first part by now, and loses the second
+            raise Refused(
+                f"plan: the gradient of {name} comes in several parts within one backward, as a re-entrant checkpoint "
+                "of a shared layer makes it, which zero=3 can't add up; use checkpoint(..., use_reentrant=False), or "
+                "zero=0"
+            )
+        self.fired.add(name)
         if self.counting:
             self.reached.add(name)
 
@@ -212,11 +241,22 @@ def _is_unit(module: nn.Module, uses: Mapping[int, int]) -> bool:
                 own[id(parameter)] = own.get(id(parameter), 0) + 1
     if any(count != uses[key] for key, count in own.items()):
         return False
-    return any(parameter.ndim for parameter in module.parameters())
+    return any(_can_cut(parameter.shape) for parameter in module.parameters())
+
+
+def _can_cut(shape: Sequence[int]) -> bool:
+    """Whether FSDP2 can deal a parameter: it takes none without dimensions or without elements."""
+    return bool(shape) and math.prod(shape) > 0
+
+
+def _refuse_sparse(template: Template) -> None:
+    for name, module in template.structure.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise Refused(f"plan: {name} makes sparse gradients, which zero=3 can't reduce; use zero=0 or sparse=False")
 
 
 def _refuse_mixed_types(template: Template) -> None:
-    types = {spec.dtype: name for name, spec in template.specs.items() if spec.shape}
+    types = {spec.dtype: name for name, spec in template.specs.items() if _can_cut(spec.shape)}
     if len(types) > 1:
         shown = ", ".join(f"{name} is {dtype}" for dtype, name in types.items())
         raise Refused(f"plan: zero=3 needs parameters of one type, but {shown}; use zero=0")

@@ -36,6 +36,7 @@ class Template:
                 raise TaskError(f"task: {name} has no shape yet (a lazy module); run the model once inside model()")
             if tensor.is_meta:
                 raise TaskError(f"task: {name} lies on the meta device; model() must build real weights")
+        _refuse_captured(module)
         self._module = module
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(name, p) for name, p in module.named_parameters()}
         self.trainable: Mapping[str, bool] = {name: p.requires_grad for name, p in module.named_parameters()}
@@ -94,3 +95,30 @@ class Template:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = replaced.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
+
+
+def _refuse_captured(module: nn.Module) -> None:
+    """Raises TaskError where a function kept in the model holds a part of the model in its closure.
+
+    Layouts are copies, and Python copies a function with its closure as it is: it would go on using the template's
+    parameter, which nobody trains.
+    """
+    parts = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    for name, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            kept = value.values() if key.endswith("_hooks") and isinstance(value, dict) else (value,)
+            for function in kept:
+                cells = getattr(function, "__closure__", None) or ()
+                if any(id(_content(cell)) in parts for cell in cells):
+                    where = f"{name}.{key}" if name else key
+                    raise TaskError(
+                        f"task: the function in {where} holds a part of the model in its closure, which can't be "
+                        "copied with it; make it a method, or pass the parameter as an argument"
+                    )
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None

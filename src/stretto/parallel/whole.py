@@ -53,6 +53,11 @@ class Whole:
         """See :class:`Applied`."""
         return self._places[name].local.grad
 
+    @property
+    def mark(self) -> int:
+        """See :class:`Applied`; nothing is gathered here."""
+        return 0
+
     def reached(self, name: str) -> bool:
         """See :class:`Applied`; no parameter is summed here."""
         return False

@@ -40,6 +40,10 @@ class Layout(Protocol):
     def gradient(self, name: str) -> torch.Tensor | None:
         """The gradient of this rank's part of a parameter."""
 
+    @property
+    def mark(self) -> int:
+        """A number below 2**20 that stands for the order of its collectives since the last clearing."""
+
     def reached(self, name: str) -> bool:
         """Whether a real sample's gradient has reached a ``summed`` parameter on this rank since the last clearing."""
 
@@ -62,6 +66,12 @@ class Sync(Protocol):
 
     def finish(self) -> None:
         """Returns when every gradient on this rank is the sum over all ranks. Raises PeerLost."""
+
+    def agrees(self) -> bool:
+        """Whether this rank's gradients may be used; if not, the step is discarded and run again."""
+
+    def mark(self) -> int:
+        """A number below 2**20 that stands for the collectives the layout entered; it must be the same on all ranks."""
 
     def square_sum(self) -> torch.Tensor:
         """This rank's share of the squared norm of all gradients, float64, 0-dimensional; the shares add up."""

@@ -62,6 +62,9 @@ class ExactSum:
         self._next = 0
         self._sending = False
         self._counting = True
+        self._fired: set[str] = set()
+        self._late = False  # a gradient came in two parts once: from then on buckets wait for the end of backward
+        self._spoiled = False
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
             for name, parameter in own.items()
@@ -71,7 +74,8 @@ class ExactSum:
         """See :class:`Sync`."""
         self._layout.clear_gradients()
         self._reached.zero_()
-        self._next, self._sending = 0, False
+        self._next, self._sending, self._spoiled = 0, False, False
+        self._fired.clear()
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.waiting, bucket.work = len(bucket.names), None
@@ -81,7 +85,8 @@ class ExactSum:
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Sync`."""
-        self._sending, self._counting = last and not self._layout.communicates, not ghost
+        self._sending = last and not self._layout.communicates and not self._late
+        self._counting = not ghost
         with self._layout.microbatch(last, ghost), self._group.guard():
             yield
 
@@ -91,6 +96,11 @@ class ExactSum:
             self._reached[self._order[name]] = 1.0
         if not self._sending:
             return
+        if name in self._fired:  # as re-entrant checkpoints do, which run a backward within the backward
+            self._late = True
+            self._spoiled |= self._bucket_of[name].work is not None
+            return
+        self._fired.add(name)
         self._bucket_of[name].waiting -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
             self._send(self._buckets[self._next])
@@ -110,6 +120,14 @@ class ExactSum:
         for name, place in self._layout.places.items():
             if place.summed and self._layout.reached(name):
                 self._reached[self._order[name]] = 1.0
+
+    def agrees(self) -> bool:
+        """See :class:`Sync`; no where a bucket was sent before all of it had come. The next attempt sends late."""
+        return not self._spoiled
+
+    def mark(self) -> int:
+        """See :class:`Sync`."""
+        return self._layout.mark
 
     def square_sum(self) -> torch.Tensor:
         """See :class:`Sync`. Of a bucket, which is the same everywhere, each rank answers for one part."""

@@ -69,6 +69,14 @@ class WatchedSync:
         """See :class:`Sync`."""
         self._sync.finish()
 
+    def agrees(self) -> bool:
+        """See :class:`Sync`."""
+        return self._sync.agrees()
+
+    def mark(self) -> int:
+        """See :class:`Sync`."""
+        return self._sync.mark()
+
     def square_sum(self) -> torch.Tensor:
         """See :class:`Sync`."""
         return self._sync.square_sum()
