@@ -327,7 +327,7 @@ def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> di
                     into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
                     if not piece.ghost:
                         into += torch.stack([total.double().cpu(), weight.double().cpu()])
-    names = sorted({name for found in on.group.gather_json(list(totals)) for name in found})
+    names = list(dict.fromkeys(name for found in on.group.gather_json(list(totals)) for name in found))
     if not names:
         raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
     nothing = torch.zeros(2, dtype=torch.float64)
