@@ -92,9 +92,11 @@ def test_a_port_in_use_is_one_line() -> None:
     assert "choose a free port with MASTER_PORT" in found["error"] and "\n" not in found["error"]
 
 
-def test_attach_gives_the_lone_context_here_too() -> None:
+def test_attach_gives_the_lone_context_here_too(capsys: pytest.CaptureFixture[str]) -> None:
     context = attach()
-    context.control.send({"kind": "note"})
+    context.control.send({"kind": "step", "loss": 1.0})
+    context.control.send({"kind": "note", "text": "mind this"})
+    assert capsys.readouterr() == ("", "stretto: mind this\n"), "a person is told what matters, on standard error"
     called: list[int] = []
     context.control.on_break(lambda: called.append(1))()
     assert not context.control.stop_requested() and not called
