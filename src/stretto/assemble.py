@@ -9,7 +9,6 @@ from stretto.comm.group import Group
 from stretto.data import Generators, seed_everything
 from stretto.errors import CheckpointError, ProbeFailed, Refused
 from stretto.parallel import BoundOptimizer, Template, apply
-from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.precision import cast_model
 from stretto.probes import optimizer_cut_error
@@ -32,9 +31,11 @@ def build_template(task: Task) -> Template:
         before.restore()
 
 
-def check_plan(task: Task, template: Template, plan: Plan) -> None:
-    """Raises Refused, by name, where ``plan`` would change the numbers of this task. Needs no group."""
-    check(template, plan)
+def check_optimizer(task: Task, plan: Plan) -> None:
+    """Raises Refused where ``plan`` cuts parameters and the task's optimizer looks at whole ones.
+
+    It takes optimizer steps, which may touch an accelerator: for workers only, never for a process that forks.
+    """
     if plan.mesh.degree("dp_shard") == 1:
         return
     try:
@@ -54,7 +55,7 @@ def assemble(task: Task, plan: Plan, template: Template, group: Group, source: S
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
     """
-    check_plan(task, template, plan)
+    check_optimizer(task, plan)
     applied = apply(template, plan, group)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)
