@@ -8,12 +8,12 @@ from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
 from stretto.data import Generators, seed_everything
 from stretto.errors import CheckpointError, ProbeFailed, Refused
+from stretto.machinery import Machinery
 from stretto.parallel import BoundOptimizer, Template, apply
 from stretto.plan import Plan
 from stretto.precision import cast_model
 from stretto.probes import optimizer_cut_error
 from stretto.state import StateSource
-from stretto.step import Machinery
 from stretto.sync import build_sync
 from stretto.task import Task
 

@@ -22,13 +22,14 @@ from stretto.comm.group import Group
 from stretto.data import BatchHandle, Generators, Position, Sampler, cut, derive_seed, seed_everything
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
 from stretto.errors import CheckpointError, PeerLost, UserError, nearest
+from stretto.evaluation import evaluate
 from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
 from stretto.parallel import Template
 from stretto.plan import Plan
 from stretto.runfolder import write_summary
 from stretto.state import Slice
-from stretto.step import StepObserver, StepOutcome, Stepper, evaluate
+from stretto.step import StepObserver, StepOutcome, Stepper
 from stretto.task import Task
 
 

@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from stretto.comm.group import Group
 from stretto.data import (
     BatchHandle,
     Generators,
@@ -31,14 +28,11 @@ from stretto.data import (
     cut,
     derive_seed,
     drawn_since,
-    fetch,
-    seed_everything,
-    to_device,
 )
 from stretto.errors import Refused, TaskError
-from stretto.parallel import Applied, BoundOptimizer
+from stretto.machinery import Machinery, forward
 from stretto.plan import Plan
-from stretto.precision import COMPUTE, computing
+from stretto.precision import computing
 from stretto.sync import Sync
 from stretto.task import Task
 
@@ -119,17 +113,6 @@ class _Decision:
     reached: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class Machinery:
-    """What a step works with, made anew for each membership epoch."""
-
-    group: Group
-    applied: Applied
-    sync: Sync
-    optimizer: BoundOptimizer
-    schedule: LRScheduler | None
-
-
 class Stepper:
     """Turns global batches into committed steps. Every rank must make the same calls in the same order."""
 
@@ -146,7 +129,6 @@ class Stepper:
         self._on = machinery
         self._observer = observer or Onlooker()
         self._wants_stop = wants_stop
-        self._dtype = COMPUTE[task.recipe.precision]
         self.nominal_weight = float(task.recipe.batch)
         self.draws: bool | None = None  # whether forward draws random numbers; known after the first microbatch
 
@@ -272,65 +254,3 @@ def _why_skip(weight: float, norm: float) -> str | None:
     if not math.isfinite(norm):
         return "the gradient is not finite"
     return None
-
-
-def forward(
-    task: Task, on: Machinery, dataset: Dataset[Any], ids: tuple[int, ...], epoch: int | str, seed: int
-) -> tuple[Any, Any]:
-    """The model's output for the samples ``ids`` and the samples themselves, on the group's device.
-
-    Random numbers that the forward draws are keyed by ``seed``. Every rank must call it, as layouts communicate inside.
-    """
-    samples = to_device(fetch(dataset, ids, task.collate, task.recipe.seed, epoch), on.group.device)
-    arguments, keywords = task.inputs(samples, on.applied.module.forward)
-    dtype = COMPUTE[task.recipe.precision]
-    seed_everything(seed)
-    with computing(task.recipe.precision):
-        output = on.applied.module(
-            *to_device(arguments, on.group.device, dtype), **to_device(keywords, on.group.device, dtype)
-        )
-    return output, samples
-
-
-@contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; training mode and the generators as they were afterwards."""
-    before, generators = module.training, Generators.remember()
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(before)
-        generators.restore()
-
-
-def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> dict[str, tuple[float, float]]:
-    """Totals (sum, weight) of the loss and of every metric over the whole dataset, exact on every plan.
-
-    The dataset is cut into global batches and these over the ranks, like training; nothing is padded, dropped or
-    counted twice. Every rank must call it; all get the same totals.
-    """
-    recipe = task.recipe
-    size = recipe.eval_batch or recipe.batch
-    totals: dict[str, torch.Tensor] = {}
-    with evaluating(on.applied.module):
-        for first in range(0, len(dataset), size):  # type: ignore[arg-type]
-            ids = range(first, min(first + size, len(dataset)))  # type: ignore[arg-type]
-            for piece in cut(ids, plan.dp, 1, on.group.rank):
-                with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
-                    seed = derive_seed(recipe.seed, "evaluate", first + piece.first)
-                    output, samples = forward(task, on, dataset, piece.ids, "evaluate", seed)
-                with computing(recipe.precision):
-                    pairs = {"loss": task.loss(output, samples), **task.metrics(output, samples)}
-                for name, (total, weight) in pairs.items():
-                    into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
-                    if not piece.ghost:
-                        into += torch.stack([total.double().cpu(), weight.double().cpu()])
-    names = list(dict.fromkeys(name for found in on.group.gather_json(list(totals)) for name in found))
-    if not names:
-        raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
-    nothing = torch.zeros(2, dtype=torch.float64)
-    table = torch.stack([totals.get(name, nothing) for name in names])
-    on.group.all_reduce(table)
-    return {name: (float(row[0]), float(row[1])) for name, row in zip(names, table, strict=True)}

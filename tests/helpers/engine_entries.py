@@ -16,9 +16,11 @@ from stretto.checkpoint import CheckpointWriter, Snapshot, open_checkpoint, snap
 from stretto.comm.group import Group, Rendezvous
 from stretto.data import BatchHandle, Generators, Position, Sampler, seed_everything
 from stretto.errors import PeerLost
+from stretto.evaluation import evaluate
 from stretto.launch.context import WorkerContext
+from stretto.machinery import Machinery
 from stretto.plan import Plan
-from stretto.step import Machinery, Onlooker, StepOutcome, Stepper, evaluate
+from stretto.step import Onlooker, StepOutcome, Stepper
 from stretto.task import load_task
 from stretto.training import form_group
 

@@ -208,9 +208,7 @@ def environment(source: Source) -> Iterator[Hit]:
 
 
 PICKLERS = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
-PICKLING_CALLS = frozenset(
-    {"torch.load", "torch.save", "torch.serialization.load", "torch.serialization.save"}
-)
+PICKLING_CALLS = frozenset({"torch.load", "torch.save", "torch.serialization.load", "torch.serialization.save"})
 PICKLING_NAMES = frozenset(
     {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
     | {"send_object_list", "recv_object_list", "read_pickle", "to_pickle"}

@@ -38,9 +38,7 @@ def random_tensor(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Te
     """Any bits at all, NaNs with payloads included; of a bool only 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     num_bytes = Box.whole(shape).numel * ITEM_BYTES[dtype]
-    raw = torch.randint(
-        0, 2 if dtype == "bool" else 256, (num_bytes,), dtype=torch.uint8, generator=generator
-    )
+    raw = torch.randint(0, 2 if dtype == "bool" else 256, (num_bytes,), dtype=torch.uint8, generator=generator)
     return raw.view(torch_dtype(dtype)).reshape(shape)
 
 

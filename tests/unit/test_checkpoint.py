@@ -83,14 +83,10 @@ def test_complex_numbers_are_read_from_any_place_in_a_file(tmp_path: Path, num_b
     save_file({"a": before, "b": torch.view_as_real(number)}, path)
     spec, file = TensorSpec.of("b", number), TensorFile(path)
     for rows in ((0, 3), (1, 2), (2, 3)):
-        assert torch.equal(
-            file.read("b", spec, (slice(*rows), slice(1, 2))) * 2, number[slice(*rows), 1:2] * 2
-        )
+        assert torch.equal(file.read("b", spec, (slice(*rows), slice(1, 2))) * 2, number[slice(*rows), 1:2] * 2)
     memory = MemorySource({"model/a": before, "model/b": number})
     pieces = [
-        piece
-        for name in memory.names()
-        for piece in cut_slices(memory, name, [Box.whole(memory.spec(name).shape)])
+        piece for name in memory.names() for piece in cut_slices(memory, name, [Box.whole(memory.spec(name).shape)])
     ]
     writer = CheckpointWriter(tmp_path)
     writer.save(Snapshot(1, "t", "m1", ("m1",), True, tuple(pieces)))
@@ -114,9 +110,7 @@ def test_the_folder_is_plain_files_that_others_can_read(tmp_path: Path) -> None:
     assert manifest["members"] == ["m1", "m2"]
     with safe_open(str(path / "member-m1.safetensors"), framework="pt") as file:
         assert torch.equal(file.get_tensor("model/weight [0:3, 0:5]"), state_of_step(100)["model/weight"][:3])
-        assert torch.equal(
-            file.get_tensor("generator/torch [0:32]"), state_of_step(100)["generator/torch"][:32]
-        )
+        assert torch.equal(file.get_tensor("generator/torch [0:32]"), state_of_step(100)["generator/torch"][:32])
     meta = open_checkpoint(path).meta
     assert (meta["note"], meta["big"], str(meta["loss"])) == ("hello", 2**70, "nan")
 
@@ -153,9 +147,7 @@ def test_save_returns_while_the_write_is_held_up(tmp_path: Path) -> None:
             assert go.wait(30)
 
     committed: list[tuple[int, Path]] = []
-    writer = CheckpointWriter(
-        tmp_path, on_point=hold, on_commit=lambda step, path: committed.append((step, path))
-    )
+    writer = CheckpointWriter(tmp_path, on_point=hold, on_commit=lambda step, path: committed.append((step, path)))
     begin = time.perf_counter()
     writer.save(snapshots(3)[0])
     seconds = time.perf_counter() - begin
@@ -335,9 +327,7 @@ def test_keep_1_keeps_the_last_good_one_when_the_new_save_fails(tmp_path: Path, 
 
     writer = CheckpointWriter(tmp_path, keep=1, on_point=fail)
     writer.save(snapshots(2)[0])
-    with pytest.raises(
-        CheckpointError, match=r"cannot write checkpoint step-00000002 .*: No space left on device"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint step-00000002 .*: No space left on device"):
         writer.wait()
     assert names(tmp_path) == ["step-00000001"]
     newest_whole(tmp_path)

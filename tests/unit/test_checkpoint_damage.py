@@ -160,9 +160,7 @@ def test_an_unfinished_save_is_named_when_it_is_newer(tmp_path: Path) -> None:
     (tmp_path / ".step-00000040.partial-a0").mkdir()
     checkpoint, notes = newest_whole(tmp_path)
     assert checkpoint.step == 50
-    assert notes == [
-        "checkpoint step-00000100 was never finished (.step-00000100.partial-a1); using step-00000050"
-    ]
+    assert notes == ["checkpoint step-00000100 was never finished (.step-00000100.partial-a1); using step-00000050"]
 
 
 def test_a_whole_newest_one_needs_no_note(tmp_path: Path) -> None:

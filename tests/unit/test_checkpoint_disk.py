@@ -92,9 +92,7 @@ def test_when_one_members_disk_fails_the_committer_gives_up_at_once(tmp_path: Pa
     one, other = snapshots(20, num_members=2)
     committer, member = CheckpointWriter(tmp_path), CheckpointWriter(tmp_path, on_point=fail)
     member.save(other)
-    with pytest.raises(
-        CheckpointError, match=r"cannot write checkpoint step-00000020 .*: Input/output error"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint step-00000020 .*: Input/output error"):
         member.wait()
     committer.save(one)
     with pytest.raises(CheckpointError, match=r"member m2 could not write its part: Input/output error"):

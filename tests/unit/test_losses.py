@@ -138,9 +138,7 @@ def test_float32_weights_sum_the_same_under_every_cut() -> None:
     weights = (torch.arange(1000) % 7 + 0.1).float()
     output, target = torch.zeros(1000), torch.ones(1000)
     whole = losses.mse(output, target, weights)[1]
-    parts = sum(
-        losses.mse(output[i:j], target[i:j], weights[i:j])[1].item() for i, j in [(0, 333), (333, 1000)]
-    )
+    parts = sum(losses.mse(output[i:j], target[i:j], weights[i:j])[1].item() for i, j in [(0, 333), (333, 1000)])
     assert whole.dtype == torch.float64
     assert abs(parts - whole.item()) < 1e-12 * whole.item()
 

@@ -182,9 +182,7 @@ def _entries(member: str, pieces: dict[str, Slice]) -> dict[str, TensorEntry]:
             partial=f"{partial_digest(piece.data, piece.box, spec.shape):016x}",
         )
         before = entries[spec.name].pieces if spec.name in entries else ()
-        entries[spec.name] = TensorEntry(
-            dtype=spec.dtype, shape=spec.shape, digest="", pieces=(*before, entry)
-        )
+        entries[spec.name] = TensorEntry(dtype=spec.dtype, shape=spec.shape, digest="", pieces=(*before, entry))
     return entries
 
 
@@ -234,8 +232,7 @@ def _merge(place: Place, reports: list[Report]) -> dict[str, TensorEntry]:
             spec = entry.spec(name)
             if specs.setdefault(name, spec) != spec:
                 raise CheckpointError(
-                    f"checkpoint {name_of_save} was given up: members disagree on {name}: "
-                    f"{specs[name]} and {spec}"
+                    f"checkpoint {name_of_save} was given up: members disagree on {name}: {specs[name]} and {spec}"
                 )
             known = pieces.setdefault(name, [])
             # Of a tensor without elements one piece is enough.

@@ -69,9 +69,7 @@ class CheckpointWriter:
         self._cancelled.clear()
         # A daemon, so that a worker that ends on an error is not held by a save that can't finish; who
         # wants the save calls wait().
-        self._thread = threading.Thread(
-            target=self._run, args=(snapshot,), name="stretto-checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(snapshot,), name="stretto-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:

@@ -86,9 +86,7 @@ class _Runs:
         self.first = 0  # the linear index of the first element
         stride = 1
         merging = True  # so long as every inner dimension is whole, the next outer one continues the run
-        for start, extent, full in zip(
-            reversed(box.starts), reversed(box.shape), reversed(shape), strict=True
-        ):
+        for start, extent, full in zip(reversed(box.starts), reversed(box.shape), reversed(shape), strict=True):
             self.first += start * stride
             if merging:
                 extents[0] *= extent

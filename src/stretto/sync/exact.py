@@ -50,9 +50,7 @@ class ExactSum:
         self._layout = layout
         self._group = group
         own = {
-            name: place.local
-            for name, place in layout.places.items()
-            if not place.summed and place.local.requires_grad
+            name: place.local for name, place in layout.places.items() if not place.summed and place.local.requires_grad
         }
         self._parameters = own
         self._buckets = _pack(own, bucket_bytes)

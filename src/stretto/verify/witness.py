@@ -18,8 +18,9 @@ from typing import Final
 
 import torch
 
+from stretto.machinery import Machinery
 from stretto.state import Box
-from stretto.step import Machinery, StepOutcome
+from stretto.step import StepOutcome
 from stretto.sync import Sync
 from stretto.verify import compare
 from stretto.verify.facts import Kind, RankFacts, StepFacts, TensorFact
