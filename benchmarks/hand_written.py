@@ -37,7 +37,7 @@ def loop(task: Task, model: nn.Module, batches: Iterator[Any], group: Group, fac
 
     def step() -> None:
         batch = next(batches)
-        loss, weight = task.loss(model(batch[0]), batch)
+        loss, weight = task.losses(model(batch[0]), batch)["loss"]
         totals = torch.stack([loss.detach(), weight.to(loss.dtype)])
         dist.all_reduce(totals)
         (loss * (factor / totals[1])).backward()  # type: ignore[no-untyped-call]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
 from stretto.data import Generators, seed_everything
 from stretto.errors import CheckpointError, ProbeFailed, Refused
 from stretto.machinery import Machinery
-from stretto.parallel import BoundOptimizer, Template, apply
+from stretto.observe import free_bytes
+from stretto.parallel import BoundOptimizer, Manner, Template, apply
 from stretto.plan import Plan
-from stretto.precision import cast_model
+from stretto.precision import COMPUTE, cast_model
 from stretto.probes import optimizer_cut_error
 from stretto.state import StateSource
 from stretto.sync import build_sync
 from stretto.task import Task
+
+FREE_SHARE: Final = 1 / 4  # of the free memory that whole gradients may take
 
 
 def build_template(task: Task) -> Template:
@@ -31,23 +36,27 @@ def build_template(task: Task) -> Template:
         before.restore()
 
 
-def check_optimizer(task: Task, plan: Plan) -> None:
-    """Raises Refused where ``plan`` cuts parameters and the task's optimizer looks at whole ones.
+def needs_whole_tensors(task: Task, plan: Plan) -> bool:
+    """Whether the task's optimizer looks at whole tensors, for a plan that cuts its state.
 
     It takes optimizer steps, which may touch an accelerator: for workers only, never for a process that forks.
+
+    Raises:
+        Refused: it does, and ``plan`` leaves no rank a whole tensor.
     """
-    if plan.mesh.degree("dp_shard") == 1:
-        return
+    if plan.zero == 0 or plan.dp == 1:
+        return False
     try:
         error = optimizer_cut_error(task.optimizer)
     except ProbeFailed:  # a factory that wants the real model's parameters; verify can still tell
-        return
-    if error > 1e-12:
+        return False
+    if error > 1e-12 and plan.zero == 3:
         raise Refused(
             f"plan {plan}: optimizer() looks at whole tensors: a parameter's update differs from its halves' by "
-            f"{error:.0e} of the change, so sharding would change the numbers. Use zero=0, or an optimizer that works "
-            f"element by element (SGD, Adam, AdamW, RMSprop, ...)"
+            f"{error:.0e} of the change, so sharding would change the numbers. Use zero=2 or less, where each tensor "
+            "has one owner, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
         )
+    return error > 1e-12
 
 
 def assemble(task: Task, plan: Plan, template: Template, group: Group, source: StateSource | None = None) -> Machinery:
@@ -55,17 +64,42 @@ def assemble(task: Task, plan: Plan, template: Template, group: Group, source: S
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
     """
-    check_optimizer(task, plan)
-    applied = apply(template, plan, group)
+    whole_tensors = needs_whole_tensors(task, plan)
+    compute = COMPUTE[task.recipe.precision]
+    narrow = compute.itemsize < 4
+    once, note = _reduces_once(template, plan, group, narrow)
+    manner = Manner(compute if narrow else torch.float32, whole_tensors, once)
+    applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)
     return Machinery(
         group=group,
         applied=applied,
-        sync=build_sync(task.recipe.sync, applied, group),
+        sync=build_sync(task.recipe.sync, applied, keep=plan.zero != 2 or once),
         optimizer=optimizer,
         schedule=task.schedule(optimizer.optimizer),
+        note=note,
     )
+
+
+def _reduces_once(template: Template, plan: Plan, group: Group, narrow: bool) -> tuple[bool, str]:
+    """Whether the gradients of a step's microbatches are added up whole on each rank and reduced once, and a sentence.
+
+    It saves messages and costs the memory of a whole gradient: worth it up to a quarter of what is free.
+    """
+    if plan.zero < 2:
+        return True, ""
+    if plan.microbatches == 1:
+        return False, ""
+    said = f"the gradients of {plan.microbatches} microbatches are"
+    if plan.zero == 3 and narrow:
+        return False, f"{said} sent after each one (FSDP2 can't keep those of copies that only some microbatches use)"
+    whole = sum(spec.num_bytes for name, spec in template.specs.items() if template.trainable[name])
+    free = -group.maximum(-float(free_bytes(group.device) / group.size))
+    once = whole <= free * FREE_SHARE
+    how = "added up whole on each worker and sent once a step" if once else "sent after each one"
+    why = "" if once else f" (whole ones need {whole / 1e6:,.0f} MB, a worker has {free / 1e6:,.0f} MB free)"
+    return once, f"{said} {how}{why}"
 
 
 def disassemble(machinery: Machinery) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from stretto.data import Generators, cut, derive_seed
 from stretto.errors import TaskError
-from stretto.machinery import Machinery, forward
+from stretto.machinery import Machinery, fetch_samples, forward
 from stretto.plan import Plan
 from stretto.precision import computing
 from stretto.task import Task
@@ -39,15 +39,20 @@ def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> di
     recipe = task.recipe
     size = recipe.eval_batch or recipe.batch
     totals: dict[str, torch.Tensor] = {}
+    terms: dict[str, None] = {}
+    on.applied.refresh()
     with evaluating(on.applied.module):
         for first in range(0, len(dataset), size):  # type: ignore[arg-type]
             ids = range(first, min(first + size, len(dataset)))  # type: ignore[arg-type]
             for piece in cut(ids, plan.dp, 1, on.group.rank):
                 with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
                     seed = derive_seed(recipe.seed, "evaluate", first + piece.first)
-                    output, samples = forward(task, on, dataset, piece.ids, "evaluate", seed)
-                with computing(recipe.precision):
-                    pairs = {"loss": task.loss(output, samples), **task.metrics(output, samples)}
+                    samples = fetch_samples(task, on, dataset, piece.ids, "evaluate")
+                    output = forward(task, on, samples, seed)
+                with computing(recipe.precision, on.group.device.type):
+                    losses = task.losses(output, samples)
+                    terms |= dict.fromkeys(losses)
+                    pairs = {**losses, **task.metrics(output, samples)}
                 for name, (total, weight) in pairs.items():
                     into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
                     if not piece.ghost:
@@ -58,4 +63,8 @@ def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> di
     nothing = torch.zeros(2, dtype=torch.float64)
     table = torch.stack([totals.get(name, nothing) for name in names])
     on.group.all_reduce(table)
-    return {name: (float(row[0]), float(row[1])) for name, row in zip(names, table, strict=True)}
+    found = {name: (float(row[0]), float(row[1])) for name, row in zip(names, table, strict=True)}
+    if "loss" in found:
+        return found
+    means = [found[name][0] / found[name][1] for name in terms if found[name][1]]
+    return {"loss": (sum(means), 1.0 if means else 0.0), **found}

@@ -11,35 +11,42 @@ from torch.utils.data import Dataset
 from stretto.comm.group import Group
 from stretto.data import fetch, seed_everything, to_device
 from stretto.parallel import Applied, BoundOptimizer
-from stretto.precision import COMPUTE, computing
+from stretto.precision import COMPUTE, computing, widen
 from stretto.sync import Sync
 from stretto.task import Task
 
 
 @dataclass(frozen=True)
 class Machinery:
-    """What a step works with, made anew for each membership epoch."""
+    """What a step works with, made anew for each membership epoch.
+
+    Args:
+        note: a choice that was made for the user, to be said; the same on every rank.
+    """
 
     group: Group
     applied: Applied
     sync: Sync
     optimizer: BoundOptimizer
     schedule: LRScheduler | None
+    note: str = ""
 
 
-def forward(
-    task: Task, on: Machinery, dataset: Dataset[Any], ids: tuple[int, ...], epoch: int | str, seed: int
-) -> tuple[Any, Any]:
-    """The model's output for the samples ``ids`` and the samples themselves, on the group's device.
+def fetch_samples(task: Task, on: Machinery, dataset: Dataset[Any], ids: tuple[int, ...], epoch: int | str) -> Any:
+    """The collated samples ``ids``, on the group's device."""
+    return to_device(fetch(dataset, ids, task.collate, task.recipe.seed, epoch), on.group.device)
+
+
+def forward(task: Task, on: Machinery, samples: Any, seed: int) -> Any:
+    """The model's output for ``samples``, as loss() and metrics() get it.
 
     Random numbers that the forward draws are keyed by ``seed``. Every rank must call it, as layouts communicate inside.
     """
-    samples = to_device(fetch(dataset, ids, task.collate, task.recipe.seed, epoch), on.group.device)
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     dtype = COMPUTE[task.recipe.precision]
     seed_everything(seed)
-    with computing(task.recipe.precision):
+    with computing(task.recipe.precision, on.group.device.type):
         output = on.applied.module(
             *to_device(arguments, on.group.device, dtype), **to_device(keywords, on.group.device, dtype)
         )
-    return output, samples
+    return output if dtype.itemsize >= 4 else widen(output)

@@ -30,6 +30,14 @@ class Mesh:
             rank, found[axis] = divmod(rank, degree)
         return {axis: found[axis] for axis, _ in self.axes}
 
+    def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ on ``axis`` alone, in its order: one tuple for each place on the other axes."""
+        found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in range(self.size):
+            place = self.coordinates(rank)
+            found.setdefault(tuple(sorted((key, at) for key, at in place.items() if key != axis)), []).append(rank)
+        return tuple(tuple(line) for line in found.values())
+
     def describe(self, rank: int) -> str:
         """``dp_shard=1`` and so on, for messages; axes of degree 1 are left out unless all are."""
         place = self.coordinates(rank)

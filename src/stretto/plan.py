@@ -9,20 +9,8 @@ from typing import Final
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = (
-    "tp",
-    "pp",
-    "cp",
-    "ep",
-    "branch",
-    "dp_replicate",
-    "dp_shard",
-    "schedule",
-    "recompute",
-    "offload",
-)
-ZERO_STAGES: Final = (0, 3)
-LATER_ZERO_STAGES: Final = (1, 2)
+LATER_KEYS: Final = ("tp", "pp", "cp", "ep", "branch", "schedule", "recompute", "offload")
+ZERO_STAGES: Final = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -31,35 +19,47 @@ class Plan:
 
     Args:
         dp: ranks that share the global batch.
-        zero: 0 keeps weights, gradients and optimizer state whole on every rank; 3 shards all of them over ``dp``.
+        zero: what is cut over ``dp`` (ZeRO, arXiv 1910.02054): 0 nothing, 1 the optimizer's state, 2 the gradients too,
+            3 the weights too.
         microbatches: pieces in which a rank takes its share of a batch, one after the other.
+        dp_shard: ranks that cut one copy of the weights between them, a divisor of ``dp``; with ``zero=3``. By default
+            all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
+            sharding, arXiv 2304.11277, section 3.2.2).
     """
 
     dp: int = 1
     zero: int = 0
     microbatches: int = 1
+    dp_shard: int = 0
 
     def __post_init__(self) -> None:
-        """Raises PlanError for a value that means nothing, Refused for one that isn't built yet."""
-        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1)):
+        """Raises PlanError for a value that means nothing."""
+        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1), ("dp_shard", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
-        if self.zero in LATER_ZERO_STAGES:
-            raise Refused(f"plan: zero={self.zero} is not built yet; use zero=0 or zero=3")
         if self.zero not in ZERO_STAGES:
-            raise PlanError(f"plan: zero must be 0 or 3, got {self.zero}")
+            raise PlanError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero}")
+        if self.zero != 3 and self.dp_shard > 1:
+            raise PlanError(f"plan: dp_shard={self.dp_shard} cuts the weights, which is zero=3; got zero={self.zero}")
+        if self.dp_shard == 0:
+            object.__setattr__(self, "dp_shard", self.dp if self.zero == 3 else 1)
+        if self.zero == 3 and self.dp_shard == 1 < self.dp:
+            raise PlanError("plan: dp_shard=1 cuts nothing; leave it out, and zero=3 too")
+        if self.dp % self.dp_shard:
+            raise PlanError(f"plan: dp_shard={self.dp_shard} must divide the {self.dp} data-parallel ranks")
 
     @classmethod
     def parse(cls, text: str, workers: int | None = None) -> Plan:
-        """Reads ``dp=2,zero=3``; what isn't named is 1 (or 0), ``dp`` is ``workers`` where only those are given.
+        """Reads ``dp=2,zero=3`` or ``dp_replicate=2,dp_shard=2``; what isn't named is 1 (or 0), and ``dp`` is
+        ``workers`` where only those are given.
 
         Raises:
             PlanError: a misspelt key (the nearest is offered), a value that is no number, a key given twice,
                 or a world size other than ``workers``.
         """
         given: dict[str, int] = {}
-        valid = tuple(field.name for field in dataclasses.fields(cls))
+        valid = (*(field.name for field in dataclasses.fields(cls)), "dp_replicate")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -71,6 +71,7 @@ class Plan:
             if key in given:
                 raise PlanError(f"plan: {key} is given twice")
             given[key] = int(value)
+        _read_axes(given, workers)
         if workers is not None and "dp" not in given:
             given["dp"] = workers
         plan = cls(**given)
@@ -91,13 +92,42 @@ class Plan:
         return self.dp
 
     @property
+    def dp_replicate(self) -> int:
+        """Copies of the weights, each whole or cut over ``dp_shard`` ranks."""
+        return self.dp // self.dp_shard
+
+    @property
     def mesh(self) -> Mesh:
         """The device mesh, outermost axis first."""
-        sharded = self.zero == 3
-        return Mesh((("dp_replicate", 1 if sharded else self.dp), ("dp_shard", self.dp if sharded else 1)))
+        return Mesh((("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard)))
 
     def __str__(self) -> str:
-        parts = [f"dp={self.dp}"]
-        parts += [f"zero={self.zero}"] if self.zero else []
+        hybrid = 1 < self.dp_shard < self.dp
+        parts = [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"] if hybrid else [f"dp={self.dp}"]
+        parts += [f"zero={self.zero}"] if self.zero and not hybrid else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
         return ",".join(parts)
+
+
+def _read_axes(given: dict[str, int], workers: int | None) -> None:
+    """Turns ``dp_replicate`` and ``dp_shard``, where given, into ``dp``, ``dp_shard`` and ``zero=3``, in place."""
+    replicate = given.pop("dp_replicate", None)
+    shard = given.get("dp_shard")
+    if replicate is None and shard is None:
+        return
+    if 0 in (replicate, shard):
+        raise PlanError("plan: dp_replicate and dp_shard are whole numbers of at least 1")
+    total = given.get("dp", workers)
+    if replicate is not None and shard is not None:
+        if given.get("dp", replicate * shard) != replicate * shard:
+            raise PlanError(f"plan: dp={given['dp']} is not dp_replicate={replicate} times dp_shard={shard}")
+        given["dp"] = replicate * shard
+    elif replicate is not None:
+        given["dp"] = total or replicate
+        if given["dp"] % replicate:
+            raise PlanError(f"plan: dp_replicate={replicate} must divide the {given['dp']} data-parallel ranks")
+        given["dp_shard"] = given["dp"] // replicate
+    else:
+        given["dp"] = total or shard or 1
+    if given["dp_shard"] > 1:
+        given.setdefault("zero", 3)

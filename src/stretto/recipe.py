@@ -8,8 +8,7 @@ from typing import Final
 
 from stretto.errors import RecipeError, nearest
 
-PRECISIONS: Final = ("fp32", "fp64")
-LATER_PRECISIONS: Final = ("bf16", "fp16", "bf16-autocast")
+PRECISIONS: Final = ("fp32", "fp64", "bf16", "fp16", "bf16-autocast")
 SYNC_RULES: Final = ("exact",)
 LATER_SYNC_RULES: Final = ("local", "server")
 
@@ -21,7 +20,9 @@ class Recipe:
     Args:
         batch: samples in one global batch, whatever the number of workers.
         steps: committed optimizer steps of the whole run.
-        precision: ``fp32`` or ``fp64``: the type of weights, gradients, reductions and optimizer state.
+        precision: ``fp32`` or ``fp64``: the type of weights, gradients, reductions and optimizer state; ``bf16`` or
+            ``fp16``: forward and backward compute in it, with copies of float32 weights, and everything else is
+            float32; ``bf16-autocast``: torch.autocast chooses operation by operation.
         clip: largest norm of the global gradient, or None for no clipping.
         seed: every generator of the run derives from it.
         eval_every: evaluate on ``data()["val"]`` after every so many steps; 0 means once, at the end.
@@ -56,7 +57,7 @@ class Recipe:
             raise RecipeError(f"recipe: seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}")
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             raise RecipeError(f"recipe: clip must be a positive number or null, got {self.clip!r}")
-        _one_of("precision", self.precision, PRECISIONS, LATER_PRECISIONS)
+        _one_of("precision", self.precision, PRECISIONS, ())
         _one_of("sync", self.sync, SYNC_RULES, LATER_SYNC_RULES)
 
     @classmethod

@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
 from stretto.parallel import Template
 from stretto.plan import Plan
+from stretto.precision import LossScale
 from stretto.runfolder import write_summary
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
@@ -138,6 +139,8 @@ class Run:
             }
         )
 
+        if self._on.note:
+            self._say({"kind": "note", "text": self._on.note})
         if self.recipe.eval_every and "val" not in self._data:
             text = f"eval_every={self.recipe.eval_every} has no effect: data() returns no split named 'val'"
             self._say({"kind": "note", "text": text})
@@ -227,13 +230,14 @@ class Run:
             "samples": outcome.samples,
             "seconds": outcome.seconds,
             "skipped": outcome.skipped,
+            **({"terms": dict(outcome.terms)} if outcome.terms else {}),
         }
         self._events.write("step", **event, grad_norm=outcome.grad_norm, learning_rate=outcome.learning_rate)
         self._say(
             {
                 "kind": "step",
                 **event,
-                "metrics": self._shown({"loss": (outcome.loss * outcome.weight, outcome.weight)}),
+                "metrics": {**outcome.terms, **self._shown({"loss": (outcome.loss * outcome.weight, outcome.weight)})},
             }
         )
 
@@ -305,6 +309,7 @@ class Run:
             "loss": progress.loss if progress.loss == progress.loss else None,
             "skipped": progress.skipped,
             "nominal_weight": self._stepper.nominal_weight,
+            "loss_scale": None if self._stepper.scale is None else asdict(self._stepper.scale),
             "generators": Generators.remember().to_json(),
             "schedule": None if schedule is None else pack(schedule.state_dict(), "the schedule's state"),
             "groups": self._on.optimizer.hyperparameters(),
@@ -320,6 +325,8 @@ class Run:
         if self._on.schedule is not None and meta["schedule"] is not None:
             self._on.schedule.load_state_dict(unpack(meta["schedule"]))
         self._stepper.nominal_weight = meta["nominal_weight"]
+        if self._stepper.scale is not None and (kept := meta.get("loss_scale")) is not None:
+            self._stepper.scale = LossScale(**kept)
         Generators.from_json(meta["generators"]).restore()
         self.state = meta["state"]
         position = Position(meta["position"]["epoch"], meta["position"]["offset"])

@@ -7,15 +7,16 @@ touched (buffers, generators, gradients) is put back: it leaves no trace.
 
 The gradient of a global batch is sum(losses) / sum(weights) over all its samples. The sum of the weights W is known
 only after the last forward, so backward runs on ``sum / N0``, with N0 a power of two near W (division by it is exact),
-and the reduced gradient is multiplied by ``N0 / W``.
+and the reduced gradient is multiplied by ``N0 / W``. A loss of several terms says its weights beforehand; then each
+term is divided by its own before backward.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -29,12 +30,13 @@ from stretto.data import (
     derive_seed,
     drawn_since,
 )
-from stretto.errors import Refused, TaskError
-from stretto.machinery import Machinery, forward
+from stretto.errors import Refused
+from stretto.machinery import Machinery, fetch_samples, forward
 from stretto.plan import Plan
-from stretto.precision import computing
+from stretto.precision import computing, first_scale
 from stretto.sync import Sync
 from stretto.task import Task
+from stretto.terms import Terms
 
 MAX_ATTEMPTS = 3
 
@@ -45,13 +47,15 @@ class StepOutcome:
 
     Args:
         step: counted from 1.
-        loss: sum of the losses over sum of the weights of the global batch, before the update.
-        weight: sum of the weights.
+        loss: sum of the losses over sum of the weights of the global batch, before the update; of several terms, each
+            divided by its own weight, the sum.
+        weight: sum of the weights (of the first term).
         grad_norm: norm of the gradient of that loss, before clipping.
         samples: samples in the global batch.
         learning_rate: of the first group, as used.
         seconds: on this rank, from the call to the commit.
         skipped: why the optimizer was not called (no weight, or a gradient that isn't finite), or None.
+        terms: the mean of each term of the loss, where it has several.
         stopping: some rank was asked to stop; all leave at this safe point.
     """
 
@@ -63,6 +67,7 @@ class StepOutcome:
     learning_rate: float
     seconds: float
     skipped: str | None
+    terms: Mapping[str, float] = field(default_factory=dict)
     stopping: bool = False
 
 
@@ -93,24 +98,36 @@ class Onlooker:
         """Does nothing."""
 
 
-@dataclass
-class _Sums:
-    """What forward adds up on one rank, in float64."""
-
-    loss: torch.Tensor
-    weight: torch.Tensor
-
-
 @dataclass(frozen=True)
 class _Decision:
-    """The outcome of a vote; the same on every rank."""
+    """The outcome of a vote; the same on every rank. ``sums``: of each term of the loss, losses and weights."""
 
     agreed: bool
     stopping: bool
-    loss_sum: float
-    weight: float
+    sums: Mapping[str, tuple[float, float]]
     square_sum: float
+    not_finite: str
     reached: tuple[bool, ...]
+
+    @property
+    def weight(self) -> float:
+        """Of the first term."""
+        return next(iter(self.sums.values()))[1]
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether any term has."""
+        return any(weight for _, weight in self.sums.values())
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Each term divided by its own weight."""
+        return {name: total / weight if weight else math.nan for name, (total, weight) in self.sums.items()}
+
+    @property
+    def loss(self) -> float:
+        """The terms' means, added up; a term without weight says nothing."""
+        return sum(total / weight for total, weight in self.sums.values() if weight) if self.has_weight else math.nan
 
 
 class Stepper:
@@ -130,6 +147,8 @@ class Stepper:
         self._observer = observer or Onlooker()
         self._wants_stop = wants_stop
         self.nominal_weight = float(task.recipe.batch)
+        self.scale = first_scale(task.recipe.precision)
+        self._names: tuple[str, ...] | None = None  # of the loss's terms, once known
         self.draws: bool | None = None  # whether forward draws random numbers; known after the first microbatch
 
     def step(self, batch: BatchHandle) -> StepOutcome:
@@ -154,72 +173,64 @@ class Stepper:
         raise RuntimeError(f"step {batch.step} was voted down {MAX_ATTEMPTS} times; its samples stay uncommitted")
 
     def _prepare_and_vote(self, batch: BatchHandle) -> _Decision:
-        sums = _Sums(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
-        self._on.sync.begin()
-        self._on.applied.module.train()
-        pieces = cut(batch.ids, self._plan.dp, self._plan.microbatches, self._on.group.rank)
-        for piece in pieces:
-            with self._on.sync.microbatch(last=piece is pieces[-1], ghost=piece.ghost):
-                self._run(piece, batch, sums)
-        self._on.sync.finish()
-        return self._vote(batch.step, sums)
+        on = self._on
+        on.applied.refresh()
+        on.sync.begin()
+        on.applied.module.train()
+        pieces = cut(batch.ids, self._plan.dp, self._plan.microbatches, on.group.rank)
+        terms = Terms(self._task, on.group, self._nominal(), self._names)
+        fetched = [self._fetch(piece, batch) for piece in pieces] if terms.weighs_first else None
+        terms.weigh(pieces, fetched)
+        self._names = terms.names
+        for index, piece in enumerate(pieces):
+            samples = self._fetch(piece, batch) if fetched is None else fetched[index]
+            with on.sync.microbatch(last=piece is pieces[-1], ghost=piece.ghost):
+                self._run(piece, samples, batch.step, terms)
+        on.sync.finish()
+        return self._vote(batch.step, terms)
 
-    def _run(self, piece: Piece, batch: BatchHandle, sums: _Sums) -> None:
+    def _fetch(self, piece: Piece, batch: BatchHandle) -> Any:
+        return fetch_samples(self._task, self._on, self._dataset, piece.ids, batch.start.epoch)
+
+    def _run(self, piece: Piece, samples: Any, step: int, terms: Terms) -> None:
         """Forward and backward of one microbatch."""
-        seed = derive_seed(self._task.recipe.seed, "forward", batch.step, piece.first)
-        output, samples = forward(self._task, self._on, self._dataset, piece.ids, batch.start.epoch, seed)
+        seed = derive_seed(self._task.recipe.seed, "forward", step, piece.first)
+        output = forward(self._task, self._on, samples, seed)
         if self.draws is None:
             self.draws = drawn_since(seed, self._on.group.device)
-        with computing(self._task.recipe.precision):
-            total, weight = self._task.loss(output, samples)
-        if not total.requires_grad:
-            raise TaskError(
-                "task: loss() returned a sum without a gradient; it must be computed from the model's output"
-            )
-        # A ghost's gradient is its sample's with a factor of exactly 0.
-        weighting = torch.zeros_like(total) if piece.ghost else torch.full_like(total, 1.0 / self._nominal())
-        torch.autograd.backward(total, weighting)
-        if not piece.ghost:
-            sums.loss += total.detach().double().cpu()
-            sums.weight += weight.detach().double().cpu()
+        with computing(self._task.recipe.precision, self._on.group.device.type):
+            pairs = self._task.losses(output, samples)
+        terms.backward(pairs, samples, piece.ghost, 1.0 if self.scale is None else self.scale.scale)
 
     def _nominal(self) -> float:
         """N0: the power of two next to the last committed step's weight."""
         return float(2.0 ** round(math.log2(self.nominal_weight)))
 
-    def _vote(self, step: int, sums: _Sums) -> _Decision:
+    def _vote(self, step: int, terms: Terms) -> _Decision:
         sync, group = self._on.sync, self._on.group
         agrees = self._observer.vote(step) and sync.agrees()
-        mark = float(sync.mark())
-        head = [
-            float(agrees),
-            float(self._wants_stop()),
-            mark,
-            mark * mark,
-            float(sums.loss),
-            float(sums.weight),
-            float(sync.square_sum()),
-        ]
-        ballot = torch.cat([torch.tensor(head, dtype=torch.float64), sync.reached()])
+        mark, bad = float(sync.mark()), float(not terms.finite)
+        head = [float(agrees), float(self._wants_stop()), mark, mark * mark, bad, bad * group.rank]
+        head.append(float(sync.square_sum()))
+        ballot = torch.cat([torch.tensor(head, dtype=torch.float64), terms.sums.reshape(-1), sync.reached()])
         group.all_reduce(ballot)
-        votes, stops, marks, squares, loss, weight, square_sum, *reached = ballot.tolist()
+        votes, stops, marks, squares, bads, bad_ranks, square_sum = ballot[: len(head)].tolist()
         if group.size * squares != marks * marks:  # whole numbers, exact: equal just where all marks are
             raise Refused(
                 f"plan {self._plan}: step {step}: the ranks ran the model's layers in different orders, as the model "
                 "chooses layers by its data; sharded layers are gathered by all ranks together, so the numbers would "
                 "be wrong. Use zero=0"
             )
-        if weight < 0:
-            raise TaskError(f"task: step {step}: loss() gave weights whose sum is {weight}; weights can't be negative")
-        hits = tuple(flag > 0 for flag in reached)
-        return _Decision(votes == group.size, stops > 0, loss, weight, square_sum, hits)
+        sums = terms.read(ballot[len(head) : len(head) + terms.sums.numel()], step)
+        not_finite = "" if not bads else f"rank {bad_ranks:.0f}" if bads == 1 else f"{bads:.0f} ranks"
+        hits = tuple(flag > 0 for flag in ballot[len(head) + terms.sums.numel() :].tolist())
+        return _Decision(votes == group.size, stops > 0, sums, square_sum, not_finite, hits)
 
     def _apply(self, batch: BatchHandle, decision: _Decision, began: float) -> StepOutcome:
         optimizer, schedule, sync = self._on.optimizer, self._on.schedule, self._on.sync
-        weight = decision.weight
-        factor = self._nominal() / weight if weight else 0.0
+        factor = self._factor(decision)
         norm = math.sqrt(decision.square_sum) * factor if decision.square_sum >= 0 else math.nan
-        skipped = _why_skip(weight, norm)
+        skipped = self._why_skip(decision, norm)
         self._observer.reduced(batch.step, sync, factor)
         learning_rate = float(optimizer.optimizer.param_groups[0]["lr"]) if optimizer.optimizer.param_groups else 0.0
         if skipped is None:
@@ -229,28 +240,42 @@ class Stepper:
             gradients = sync.gradients()
             used = {name: g for (name, g), hit in zip(gradients.items(), decision.reached, strict=True) if hit}
             optimizer.step({name: used.get(name) for name in gradients})
-            self.nominal_weight = weight
+            self._on.applied.updated()
+            self.nominal_weight = decision.weight or self.nominal_weight
+        if self.scale is not None and decision.has_weight:
+            self.scale = self.scale.after(math.isfinite(norm))
         self._on.applied.clear_gradients()
         if schedule is not None:
             schedule.step()
         outcome = StepOutcome(
             step=batch.step,
-            loss=decision.loss_sum / weight if weight else math.nan,
-            weight=weight,
+            loss=decision.loss,
+            weight=decision.weight,
             grad_norm=norm,
             samples=len(batch.ids),
             learning_rate=learning_rate,
             seconds=time.perf_counter() - began,
             skipped=skipped,
+            terms={} if len(decision.sums) == 1 else decision.means,
             stopping=decision.stopping,
         )
         self._observer.applied(outcome)
         return outcome
 
+    def _factor(self, decision: _Decision) -> float:
+        """What makes the reduced gradient that of the mean loss. Several terms were divided before backward."""
+        if not decision.has_weight:
+            return 0.0
+        scale = 1.0 if self.scale is None else self.scale.scale
+        return (1.0 if self._task.has("weights") else self._nominal() / decision.weight) / scale
 
-def _why_skip(weight: float, norm: float) -> str | None:
-    if weight == 0:
-        return "the batch has no weight"
-    if not math.isfinite(norm):
+    def _why_skip(self, decision: _Decision, norm: float) -> str | None:
+        if not decision.has_weight:
+            return "the batch has no weight"
+        if math.isfinite(norm):
+            return None
+        if decision.not_finite:
+            return f"the gradient is not finite: neither is the loss on {decision.not_finite}"
+        if self.scale is not None:
+            return f"the gradient overflowed at the loss scale {self.scale.scale:g}; the next step's is half"
         return "the gradient is not finite"
-    return None

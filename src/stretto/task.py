@@ -33,11 +33,14 @@ OPTIONAL: Final = (
     ("metrics", 2),
     ("summarize", 1),
     ("baselines", 0),
+    ("weights", 1),
 )
 # Entries of a mapping that a loss reads and a model must not be handed by default, as models that take them
 # (Hugging Face's) would compute a loss of their own.
 TARGET_NAMES: Final = frozenset({"label", "labels", "target", "targets", "weight", "weights"})
 
+
+Pair = tuple["Tensor", "Tensor"]  # a sum and its weight
 
 _loading: ContextVar[Path | None] = ContextVar("stretto_loading", default=None)
 
@@ -122,9 +125,32 @@ class Task:
                 )
         return splits
 
-    def loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        """Sum of the losses (0-dimensional, with gradient) and sum of their weights (0-dimensional)."""
-        return check_pair(self._call("loss", output, batch), "loss")
+    def losses(self, output: Any, batch: Any) -> dict[str, Pair]:
+        """The terms of the loss by name: sum of the losses and sum of their weights, both 0-dimensional.
+
+        A task whose loss is one pair has the one term ``loss``. Several are each divided by their own weight, which has
+        to be known before the first backward: :meth:`weights` gives them.
+        """
+        found = self._call("loss", output, batch)
+        if not isinstance(found, Mapping):
+            return {"loss": check_pair(found, "loss")}
+        if not self.has("weights"):
+            raise TaskError(
+                f"task: loss() returned {len(found)} terms ({', '.join(map(str, found))}), each with a weight of its "
+                "own: write weights(batch) too, a mapping from each term to its weight, to be known before backward"
+            )
+        if len(found) == 0:
+            raise TaskError("task: loss() returned no term")
+        return {str(name): check_pair(pair, f"loss()[{name!r}]") for name, pair in found.items()}
+
+    def weights(self, batch: Any) -> dict[str, float] | None:
+        """The weight of each term of the loss on ``batch``, or None where the task doesn't say (and has one term)."""
+        if not self.has("weights"):
+            return None
+        found = self._call("weights", batch)
+        if not isinstance(found, Mapping) or not found:
+            raise TaskError(f"task: weights() must return a mapping from term to weight, got {type(found).__name__}")
+        return {str(name): float(weight) for name, weight in found.items()}
 
     def optimizer(self, params: Params) -> Optimizer:
         """The optimizer over ``params``. Raises TaskError for anything else."""
@@ -181,7 +207,7 @@ class Task:
         return dict(self._call("baselines")) if self.has("baselines") else {}
 
 
-def check_pair(value: Any, where: str) -> tuple[Tensor, Tensor]:
+def check_pair(value: Any, where: str) -> Pair:
     """``value`` as (sum, weight), both 0-dimensional tensors.
 
     Raises:

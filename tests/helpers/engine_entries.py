@@ -180,7 +180,7 @@ def first_backward(payload: dict[str, Any], context: WorkerContext) -> dict[str,
     samples = task.collate([dataset[0]])
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     with on.sync.microbatch(last=True, ghost=False):
-        total, _ = task.loss(on.applied.module(*arguments, **keywords), samples)
+        total, _ = task.losses(on.applied.module(*arguments, **keywords), samples)["loss"]
         torch.autograd.backward(total)
     return {"seconds": time.monotonic() - prepared_at}
 

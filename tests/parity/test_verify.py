@@ -230,4 +230,5 @@ def test_the_reference_uses_nothing_of_the_engine_it_judges() -> None:
         "stretto.task",
         "stretto.verify.compare",
         "stretto.verify.facts",
+        "stretto.verify.tolerances",
     }

@@ -23,7 +23,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "stretto"
 FACES = ("dashboard", "report", "serve", "search", "compress", "pool", "submit")
 INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
-    *("script", "preload", "training", "order", "loop", "run", "assemble", "step", "evaluation", "machinery"),
+    *("script", "preload", "training", "order", "loop", "run", "assemble", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")

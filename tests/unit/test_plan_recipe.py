@@ -27,7 +27,12 @@ def test_a_plan_is_read_and_written() -> None:
         ("dp=2,dp=3", "given twice"),
         ("dp=0", "at least 1"),
         ("dp=-1", "whole number"),
-        ("zero=7", "zero must be 0 or 3"),
+        ("zero=7", "zero must be 0, 1, 2 or 3"),
+        ("dp=4,dp_shard=2,zero=1", "which is zero=3"),
+        ("dp=3,dp_shard=2", "must divide the 3"),
+        ("dp=5,dp_replicate=2,dp_shard=2", "dp_replicate=2 times dp_shard=2"),
+        ("dp_shard=0", "at least 1"),
+        ("dp=2,zero=3,dp_shard=1", "cuts nothing"),
     ],
 )
 def test_a_plan_that_means_nothing_is_one_line(text: str, says: str) -> None:
@@ -37,7 +42,7 @@ def test_a_plan_that_means_nothing_is_one_line(text: str, says: str) -> None:
     assert not isinstance(caught.value, Refused)
 
 
-@pytest.mark.parametrize("text", ["tp=2", "zero=1", "zero=2", "pp=4", "schedule=1f1b"])
+@pytest.mark.parametrize("text", ["tp=2", "pp=4", "schedule=1f1b"])
 def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
     with pytest.raises(Refused, match=f"{text.split('=')[0]}.*not built yet"):
         Plan.parse(text)
@@ -63,6 +68,16 @@ def test_a_mesh_places_ranks_row_major() -> None:
 def test_the_everyday_spelling_chooses_the_axis() -> None:
     assert Plan(dp=4).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1))
     assert Plan(dp=4, zero=3).mesh.axes == (("dp_replicate", 1), ("dp_shard", 4))
+    assert Plan(dp=4, zero=1).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1))
+
+
+@pytest.mark.parametrize("text", ["dp_replicate=2,dp_shard=2", "dp=4,dp_shard=2", "dp=4,dp_replicate=2"])
+def test_hybrid_sharding_has_one_meaning_however_it_is_spelt(text: str) -> None:
+    plan = Plan.parse(text)
+    assert plan == Plan(dp=4, zero=3, dp_shard=2)
+    assert str(plan) == "dp_replicate=2,dp_shard=2" and Plan.parse(str(plan)) == plan
+    assert plan.mesh.lines("dp_shard") == ((0, 1), (2, 3))
+    assert plan.mesh.lines("dp_replicate") == ((0, 2), (1, 3))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +88,6 @@ def test_the_everyday_spelling_chooses_the_axis() -> None:
         ({"keep": 0}, "keep"),
         ({"clip": -1.0}, "clip must be a positive number"),
         ({"precision": "fp23"}, "did you mean 'fp32'"),
-        ({"precision": "bf16"}, "not built yet"),
         ({"sync": "local"}, "not built yet"),
         ({"seed": -1}, "seed"),
         ({"eval_batch": 0}, "eval_batch"),

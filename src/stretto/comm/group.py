@@ -7,11 +7,8 @@ down from another thread ends every call on it within milliseconds (measured), a
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from stretto.comm.members import Members
 from stretto.errors import LaunchError, PeerLost
-
-_LOST = ("gloo/transport", "connection closed by peer", "connection reset", "broken pipe", "timed out", "nccl comm")
+from stretto.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Rendezvous:
     timeout_seconds: float = 1800.0
 
 
-class Group:
+class Group(Members):
     """All members of one epoch. Every method that communicates must be called by every member, in the same order.
 
     The group is torch's default group while it lives, because FSDP2 and DTensor find groups only through torch's
@@ -53,11 +50,10 @@ class Group:
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device | None = None) -> None:
         """Forms the group. Raises PeerLost where the others don't come in time."""
-        self.rank = rendezvous.rank
-        self.size = rendezvous.world_size
-        self.device = device or torch.device("cpu")
-        self._sockets: tuple[int, ...] = ()
         self._broken = False
+        super().__init__(
+            rendezvous.rank, rendezvous.world_size, device or torch.device("cpu"), None, lambda: self._broken
+        )
         self._store = _open_store(rendezvous)
         before = _socket_inodes()
         try:
@@ -70,82 +66,35 @@ class Group:
             )
         except (RuntimeError, dist.DistError) as error:
             raise PeerLost(f"the group of epoch {rendezvous.epoch} was not formed: {error}") from error
-        after = _socket_inodes()
-        self._sockets = tuple(fd for fd, inode in after.items() if before.get(fd) != inode and _connected(fd))
-        self._inodes = {fd: after[fd] for fd in self._sockets}
-        self.process_group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        self._group = dist.group.WORLD
+        self._sockets = _opened_since(before)
 
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
-        """Sums ``tensor`` over all members, in place; with ``async_op`` returns what to wait for."""
+    def along(self, mesh: Mesh, axis: str) -> Members:
+        """The members that stand in one line with this one on ``axis`` of ``mesh``. Every member must call it."""
+        if mesh.degree(axis) == self.size:
+            return self
+        lines = mesh.lines(axis)
+        mine = next(line for line in lines if self.rank in line)
+        if len(mine) == 1:
+            return Members(0, 1, self.device, None, lambda: self._broken)
+        before = _socket_inodes()
         with self.guard():
-            work: dist.Work | None = dist.all_reduce(tensor, group=self.process_group, async_op=async_op)
-        return work
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every member's ``tensor`` (same shape and type everywhere), in rank order."""
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self.guard():
-            dist.all_gather(gathered, tensor, group=self.process_group)
-        return gathered
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """``tensor`` of member ``source``, in place."""
-        with self.guard():
-            dist.broadcast(tensor, source, group=self.process_group)
-        return tensor
-
-    def broadcast_json(self, value: Any = None) -> Any:
-        """Member 0's ``value`` on every member; must be JSON. What the others pass is not looked at."""
-        text = json.dumps(value).encode() if self.rank == 0 else b""
-        size = self.broadcast(torch.tensor([len(text)]))
-        cells = torch.zeros(int(size.item()), dtype=torch.uint8)
-        if self.rank == 0:
-            cells.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        return json.loads(bytes(self.broadcast(cells).tolist()))
-
-    def gather_json(self, value: Any) -> list[Any]:
-        """Every member's ``value``, which must be JSON, in rank order."""
-        text = json.dumps(value).encode()
-        sizes = [int(size.item()) for size in self.all_gather(torch.tensor([len(text)]))]
-        cells = torch.zeros(max(sizes), dtype=torch.uint8)
-        cells[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self.all_gather(cells)
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
-
-    def barrier(self) -> None:
-        """Returns when every member has come."""
-        self.all_reduce(torch.zeros(1))
-
-    def maximum(self, value: float) -> float:
-        """The largest ``value`` of all members."""
-        cell = torch.tensor([value], dtype=torch.float64)
-        with self.guard():
-            dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=self.process_group)
-        return float(cell.item())
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Turns what torch raises for a lost peer or a broken group, in here or inside a backward, into PeerLost."""
-        try:
-            yield
-        except RuntimeError as error:
-            text = str(error).lower()
-            if self._broken or any(word in text for word in _LOST):
-                raise PeerLost(f"rank {self.rank}: a collective ended early: {error}") from error
-            raise
+            found = [dist.new_group(list(line)) for line in lines]
+        self._sockets |= _opened_since(before)
+        return Members(mine.index(self.rank), len(mine), self.device, found[lines.index(mine)], lambda: self._broken)
 
     def break_(self) -> None:
         """Ends every call on this group, now and later, with PeerLost. Any thread may call it, at any time."""
         self._broken = True
-        for fd in self._sockets:
-            if _inode(fd) == self._inodes[fd]:
+        for fd, inode in self._sockets.items():
+            if _inode(fd) == inode:
                 _shutdown(fd)
 
     def close(self) -> None:
         """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone."""
-        if dist.is_initialized() and dist.group.WORLD is self.process_group:
+        if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
-        self._sockets = ()
+        self._sockets = {}
 
 
 def _open_store(rendezvous: Rendezvous) -> Store:
@@ -176,6 +125,12 @@ def _socket_inodes() -> dict[int, str]:
         return {}
     found = {int(name): _inode(int(name)) for name in names}
     return {fd: inode for fd, inode in found.items() if inode.startswith("socket:")}
+
+
+def _opened_since(before: dict[int, str]) -> dict[int, str]:
+    """The connected sockets that were not there before."""
+    after = _socket_inodes()
+    return {fd: inode for fd, inode in after.items() if before.get(fd) != inode and _connected(fd)}
 
 
 def _with_socket(fd: int, action: Any) -> bool:

@@ -1,8 +1,12 @@
-"""Resident memory of this process, as the kernel counts it."""
+"""Memory: what this process has, and what is free."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def rss_bytes() -> int:
@@ -21,3 +25,13 @@ def _status(field: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on ``device``: of an accelerator its own, of the CPU what the kernel calls available."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))

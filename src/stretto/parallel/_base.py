@@ -15,7 +15,40 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from stretto.state import Box, Slice, StateSource, TensorSpec
+from stretto.comm.group import Group
+from stretto.comm.members import Members
+from stretto.state import Box, Shares, Slice, StateSource, TensorSpec
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """With whom a rank shares what.
+
+    Args:
+        world: all that share the global batch.
+        shards: those that cut one copy of the weights between them (the mesh's ``dp_shard``).
+        replicas: those that hold the same part of another copy (``dp_replicate``).
+    """
+
+    world: Group
+    shards: Members
+    replicas: Members
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What a layout has to know beside the plan.
+
+    Args:
+        compute: the type of the copies that forward uses in place of float32 parameters; float32: the parameters.
+        whole_tensors: the optimizer looks at whole tensors, so each has one owner who updates all of it.
+        reduce_once: gradients of several microbatches are added up whole on each rank and reduced once a step;
+            otherwise they are reduced after each microbatch, and only this rank's part is kept.
+    """
+
+    compute: torch.dtype = torch.float32
+    whole_tensors: bool = False
+    reduce_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -26,23 +59,41 @@ class Place:
         spec: name, logical shape and type; ``spec.name`` is the parameter's name in the model.
         box: the part of it that lies here.
         local: a plain parameter over that part, of shape ``box.shape``; what an optimizer updates.
+        compute: the module's own parameter, which forward uses and at which backward leaves the gradient; in a lower
+            precision a copy of ``local``, which :meth:`Applied.refresh` makes.
         owner: this rank answers for the part in checkpoints and digests.
-        lead: this rank answers for what belongs to the whole parameter, such as its step counter.
-        summed: the layout itself adds its gradient over every rank; otherwise the sync rule has to.
+        summed: the layout itself adds its gradient over the ranks that cut it, and the sync rule over the replicas;
+            otherwise the sync rule adds it over all.
+        shares: which part of it each rank updates, where each needs the sum of its own part alone; None where every
+            rank updates all that it holds.
+        sparse: its gradients are sparse.
     """
 
     spec: TensorSpec
     box: Box
     local: nn.Parameter
+    compute: nn.Parameter
     owner: bool
-    lead: bool
-    summed: bool
+    summed: bool = False
+    shares: Shares | None = None
+    sparse: bool = False
+
+    @property
+    def lead(self) -> bool:
+        """Whether this rank answers for what belongs to the whole parameter, such as its step counter."""
+        return self.owner and not any(self.box.starts)
+
+    @property
+    def absent(self) -> bool:
+        """Whether no element of the parameter lies here, though it has some."""
+        return not self.box.numel and bool(self.spec.numel)
 
 
 class Applied(Protocol):
     """A template laid out over a group. Every rank of the group must make the same calls in the same order."""
 
     module: nn.Module
+    ranks: Ranks
 
     @property
     def places(self) -> Mapping[str, Place]:
@@ -51,6 +102,12 @@ class Applied(Protocol):
     @property
     def communicates(self) -> bool:
         """Whether forward or backward enter collectives of the layout's own."""
+
+    def refresh(self) -> None:
+        """Makes the weights that forward uses those of the last update. Every rank must call it before forward."""
+
+    def updated(self) -> None:
+        """Tells that ``local`` parameters have changed; sends nothing."""
 
     def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one microbatch; on the ``last`` one gradients are reduced."""

@@ -8,25 +8,33 @@ from typing import Final
 
 from stretto.comm.group import Group
 from stretto.errors import Refused
-from stretto.parallel._base import Applied
+from stretto.parallel._base import Applied, Manner, Ranks
 from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 
 
-def _whole(template: Template, group: Group) -> Applied:
+def _whole(template: Template, ranks: Ranks, manner: Manner) -> Applied:
     from stretto.parallel.whole import Whole
 
-    return Whole(template, group)
+    return Whole(template, ranks, manner, dealt=False)
 
 
-def _sharded(template: Template, group: Group) -> Applied:
+def _dealt(template: Template, ranks: Ranks, manner: Manner) -> Applied:
+    from stretto.parallel.whole import Whole
+
+    return Whole(template, ranks, manner, dealt=True)
+
+
+def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
     from stretto.parallel.sharded import Sharded
 
-    return Sharded(template, group)
+    return Sharded(template, ranks, manner)
 
 
-_LAYOUTS: Final[Mapping[int, Callable[[Template, Group], Applied]]] = MappingProxyType({0: _whole, 3: _sharded})
+_LAYOUTS: Final[Mapping[int, Callable[[Template, Ranks, Manner], Applied]]] = MappingProxyType(
+    {0: _whole, 1: _dealt, 2: _dealt, 3: _sharded}
+)
 
 
 def check(template: Template, plan: Plan) -> None:
@@ -39,7 +47,7 @@ def check(template: Template, plan: Plan) -> None:
         )
 
 
-def apply(template: Template, plan: Plan, group: Group) -> Applied:
+def apply(template: Template, plan: Plan, group: Group, manner: Manner | None = None) -> Applied:
     """Lays ``template`` out over ``group``; its tensors are allocated, and filled by ``import_state``.
 
     Every rank of the group must call it.
@@ -48,4 +56,5 @@ def apply(template: Template, plan: Plan, group: Group) -> Applied:
         Refused: the plan would change this model's numbers.
     """
     check(template, plan)
-    return _LAYOUTS[plan.zero](template, group)
+    ranks = Ranks(group, group.along(plan.mesh, "dp_shard"), group.along(plan.mesh, "dp_replicate"))
+    return _LAYOUTS[plan.zero](template, ranks, manner or Manner())

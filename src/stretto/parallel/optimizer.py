@@ -57,6 +57,8 @@ class BoundOptimizer:
             group["params"] = [self._places[name].local for name in members]
         for name, state in eager.items():
             place = self._places[name]
+            if place.absent:
+                continue
             self.optimizer.state[place.local] = {key: _cut(value, place) for key, value in state.items()}
 
     def _check_name_counts(self) -> None:
@@ -65,9 +67,11 @@ class BoundOptimizer:
             raise TaskError("task: optimizer() puts a parameter into two groups")
 
     def step(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """One update of this rank's parts with the given gradients; no communication."""
+        """One update of this rank's parts with the given gradients; no communication. Where no part lies here, there is
+        nothing to update, and not every optimizer takes an empty one."""
         for name, gradient in gradients.items():
-            self._places[name].local.grad = gradient
+            place = self._places[name]
+            place.local.grad = None if place.absent else gradient
         self.optimizer.step()
         for place in self._places.values():  # else last step's gradients would lie beside the next one's
             place.local.grad = None
@@ -114,6 +118,8 @@ class BoundOptimizer:
             place = self._places.get(name)
             if place is None:
                 raise CheckpointError(f"checkpoint: it has optimizer state for {name!r}, which the model does not have")
+            if place.absent:
+                continue
             spec = source.spec(full)
             box = place.box if spec.shape == place.spec.shape else Box.whole(spec.shape)
             value = source.read(full, box)

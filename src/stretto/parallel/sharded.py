@@ -1,13 +1,16 @@
 """zero=3: parameters, gradients and optimizer state sharded over the group, by FSDP2 (ZeRO, arXiv 1910.02054, 5.3).
 
-FSDP2 is asked for plain sums (a divide factor of 1): the engine divides once, by the global weight. Parameters without
-dimensions, which it refuses, stay whole on each rank and their gradients are left to the sync rule.
+FSDP2 is asked for plain sums (a divide factor of 1): the engine divides once, by the global weight. It cuts parameters
+of one type; those of another, without dimensions or elements, or with sparse gradients stay whole on each rank, and
+their gradients are left to the sync rule. With fewer shards than ranks (hybrid) the sync rule also adds over the
+replicas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,64 +19,68 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from stretto.comm.group import Group
 from stretto.errors import Refused
-from stretto.parallel._base import Place
+from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
+from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, whole_place
 from stretto.parallel.layout import buffer_slices, export_places, import_buffers, import_places
 from stretto.parallel.template import Template
-from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
+from stretto.state import Slice, StateSource, TensorSpec, assign_owners
+from stretto.state.shares import cut_rows
 
 
 class Sharded:
-    """The template with every parameter's first dimension dealt over the ranks of ``group``.
+    """The template with every parameter's first dimension dealt over the ranks that cut it."""
 
-    Raises:
-        Refused: parameters of several types, which FSDP2 can't flatten together.
-    """
+    def __init__(self, template: Template, ranks: Ranks, manner: Manner) -> None:
+        self.ranks, self._manner = ranks, manner
+        kept_whole = _kept_whole(template)
+        types = {name: dtype for name, dtype in narrowed(template, manner.compute).items() if name in kept_whole}
+        self.module = template.build(ranks.world.device, types)
+        self._norm = GlobalBatchNorm(self.module, ranks.world)
+        whole = {parameter for name, parameter in self.module.named_parameters() if name in kept_whole}
+        self._root = self._shard(whole)
+        self._watch = _Watch(self.module)
+        self._dtensors = {name: p for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
+        owners = assign_owners((template.specs[name] for name in kept_whole), ranks.world.size)
+        sparse = sparse_parameters(self.module)
+        parameters = dict(self.module.named_parameters())
+        self._places = {
+            name: whole_place(spec, parameters[name], owners[name] == ranks.world.rank, name in sparse)
+            if name in owners
+            else self._place(self._dtensors[name], spec)
+            for name, spec in template.specs.items()
+        }
+        self._stale = True
 
-    def __init__(self, template: Template, group: Group) -> None:
-        _refuse_mixed_types(template)
-        _refuse_sparse(template)
-        self.module = template.build(group.device)
-        self._group = group
-        self._norm = GlobalBatchNorm(self.module, group)
-        mesh = DeviceMesh.from_group(group.process_group, group.device.type, mesh_dim_names=("dp_shard",))
-        whole = {parameter for parameter in self.module.parameters() if not _can_cut(parameter.shape)}
-        for unit in (*units(self.module), self.module):
-            fully_shard(unit, mesh=mesh, ignored_params=whole)
-        self._root = cast(FSDPModule, self.module)
+    def _shard(self, whole: set[nn.Parameter]) -> FSDPModule:
+        device = self.ranks.world.device.type
+        mesh = DeviceMesh.from_group(self.ranks.shards.process_group, device, mesh_dim_names=("dp_shard",))
+        policy = MixedPrecisionPolicy()
+        if self._manner.compute != torch.float32:
+            policy = MixedPrecisionPolicy(self._manner.compute, torch.float32, cast_forward_inputs=False)
+        for unit in (*units(self.module, whole), self.module):
+            fully_shard(unit, mesh=mesh, ignored_params=whole, mp_policy=policy)
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no pre-multiplied sum
-                if group.device.type == "cpu":
+                if device == "cpu":
                     # Gathering the next unit early hides nothing where gathers block, and holds one unit more.
                     module.set_modules_to_backward_prefetch([module])
-        self._watch = _Watch(self.module)
-        self._dtensors = {name: p for name, p in self.module.named_parameters() if isinstance(p, DTensor)}
-        owners = assign_owners((s for s in template.specs.values() if not _can_cut(s.shape)), group.size)
-        parameters = dict(self.module.named_parameters())
-        self._places = {
-            name: self._place(parameters[name], spec, owners.get(name) == group.rank)
-            for name, spec in template.specs.items()
-        }
+        return cast(FSDPModule, self.module)
 
-    def _place(self, parameter: nn.Parameter, spec: TensorSpec, owner: bool) -> Place:
-        if not isinstance(parameter, DTensor):
-            return Place(spec, Box.whole(spec.shape), parameter, owner=owner, lead=owner, summed=False)
+    def _place(self, parameter: DTensor, spec: TensorSpec) -> Place:
         with torch.no_grad():
             local = parameter.to_local()
-        chunk = -(-spec.shape[0] // self._group.size)  # torch.chunk's rule, which Shard(0) follows
-        first = min(self._group.rank * chunk, spec.shape[0])
-        starts = (first, *(0 for _ in spec.shape[1:]))
-        box = Box(starts, (first + local.shape[0], *spec.shape[1:]))
+        box = cut_rows(spec.shape, self.ranks.shards.size)[self.ranks.shards.rank]
+        owner = self.ranks.replicas.rank == 0
         mine = nn.Parameter(local, parameter.requires_grad)
-        return Place(spec, box, mine, owner=True, lead=self._group.rank == 0, summed=True)
+        return Place(spec, box, mine, cast(nn.Parameter, parameter), owner=owner, summed=True)
 
     @property
     def places(self) -> Mapping[str, Place]:
@@ -85,10 +92,20 @@ class Sharded:
         """See :class:`Applied`."""
         return True
 
+    def refresh(self) -> None:
+        """See :class:`Applied`; FSDP2 gathers the others' parts itself."""
+        if self._stale:
+            copy_down(self._places.values())
+            self._stale = False
+
+    def updated(self) -> None:
+        """See :class:`Applied`."""
+        self._stale = True
+
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
-        """See :class:`Applied`; before the last microbatch gradients stay unsharded and are not sent."""
-        self._root.set_requires_gradient_sync(last)
+        """See :class:`Applied`; where gradients are reduced once, they stay unsharded until the last microbatch."""
+        self._root.set_requires_gradient_sync(last or not self._manner.reduce_once)
         self._root.set_is_last_backward(last)
         self._watch.counting = not ghost
         self._watch.fired.clear()
@@ -99,7 +116,7 @@ class Sharded:
         """See :class:`Applied`."""
         sharded = self._dtensors.get(name)
         if sharded is None:
-            return self._places[name].local.grad
+            return self._places[name].compute.grad
         return None if sharded.grad is None else cast(DTensor, sharded.grad)._local_tensor
 
     @property
@@ -120,12 +137,13 @@ class Sharded:
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`."""
         yield from export_places(self._places)
-        yield from buffer_slices(self.module, self._group)
+        yield from buffer_slices(self.module, self.ranks.world)
 
     def import_state(self, source: StateSource) -> None:
         """See :class:`Applied`."""
         import_places(self._places, source)
         import_buffers(self.module, source)
+        self._stale = True
 
     def teardown(self) -> None:
         """See :class:`Applied`."""
@@ -212,51 +230,42 @@ def _homes(module: nn.Module) -> list[tuple[Any, list[_Home]]]:
     return list(homes.items())
 
 
-def units(module: nn.Module) -> list[nn.Module]:
+def units(module: nn.Module, whole: set[nn.Parameter]) -> list[nn.Module]:
     """The submodules to gather one at a time: the elements of the module's lists, which are its repeated layers.
 
-    An element is left to the root where it isn't called as a module, has no parameters, shares a parameter with
-    something outside it (a tied weight must be gathered with both users), or holds only scalars.
+    An element is left to the root where it isn't called as a module, shares a parameter with something outside it (a
+    tied weight must be gathered with both users), or has no parameters but those that stay ``whole``.
     """
-    uses: dict[int, int] = {}
-    for owner in module.modules():
-        for parameter in owner._parameters.values():
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = _uses(module)
     found: list[nn.Module] = []
     for holder in module.modules():
         if isinstance(holder, nn.ModuleList):
-            found += [child for child in holder if _is_unit(child, uses)]
+            found += [child for child in holder if _is_unit(child, uses, whole)]
     inside = {id(below) for unit in found for below in unit.modules() if below is not unit}
     return [unit for unit in dict.fromkeys(found) if id(unit) not in inside]
 
 
-def _is_unit(module: nn.Module, uses: Mapping[int, int]) -> bool:
+def _uses(module: nn.Module) -> Counter[int]:
+    """In how many places each parameter stands in the module, by its identity; a shared module makes several too."""
+    owners = (owner for _, owner in module.named_modules(remove_duplicate=False))
+    return Counter(id(p) for owner in owners for p in owner._parameters.values() if p is not None)
+
+
+def _is_unit(module: nn.Module, uses: Mapping[int, int], whole: set[nn.Parameter]) -> bool:
     if type(module).forward is nn.Module.forward:  # a container: its children are called, it never is
         return False
-    own: dict[int, int] = {}
-    for owner in module.modules():
-        for parameter in owner._parameters.values():
-            if parameter is not None:
-                own[id(parameter)] = own.get(id(parameter), 0) + 1
-    if any(count != uses[key] for key, count in own.items()):
+    if any(count != uses[key] for key, count in _uses(module).items()):
         return False
-    return any(_can_cut(parameter.shape) for parameter in module.parameters())
+    return any(parameter not in whole for parameter in module.parameters())
 
 
-def _can_cut(shape: Sequence[int]) -> bool:
-    """Whether FSDP2 can deal a parameter: it takes none without dimensions or without elements."""
-    return bool(shape) and math.prod(shape) > 0
-
-
-def _refuse_sparse(template: Template) -> None:
-    for name, module in template.structure.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise Refused(f"plan: {name} makes sparse gradients, which zero=3 can't reduce; use zero=0 or sparse=False")
-
-
-def _refuse_mixed_types(template: Template) -> None:
-    types = {spec.dtype: name for name, spec in template.specs.items() if _can_cut(spec.shape)}
-    if len(types) > 1:
-        shown = ", ".join(f"{name} is {dtype}" for dtype, name in types.items())
-        raise Refused(f"plan: zero=3 needs parameters of one type, but {shown}; use zero=0")
+def _kept_whole(template: Template) -> set[str]:
+    """The parameters that FSDP2 can't cut, or can't cut together with the others."""
+    sparse = sparse_parameters(template.structure)
+    weight: Counter[str] = Counter()
+    able = {name: spec for name, spec in template.specs.items() if math.prod(spec.shape) and spec.shape}
+    able = {name: spec for name, spec in able.items() if name not in sparse and template.trains_as_float(name)}
+    for spec in able.values():
+        weight[spec.dtype] += spec.num_bytes
+    main = max(weight, key=lambda dtype: weight[dtype], default="")
+    return {name for name in template.specs if name not in able or able[name].dtype != main}

@@ -41,6 +41,11 @@ class Template:
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(name, p) for name, p in module.named_parameters()}
         self.trainable: Mapping[str, bool] = {name: p.requires_grad for name, p in module.named_parameters()}
 
+    def trains_as_float(self, name: str) -> bool:
+        """Whether a parameter is of a real or complex floating type; whole numbers can't be trained."""
+        dtype: torch.dtype = getattr(torch, self.specs[name].dtype)
+        return dtype.is_floating_point or dtype.is_complex
+
     @property
     def structure(self) -> nn.Module:
         """The module itself: to look at, not to change or call."""
@@ -52,8 +57,11 @@ class Template:
         tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         return MemorySource({f"model/{name}": tensor.detach() for name, tensor in tensors.items()})
 
-    def build(self, device: torch.device) -> nn.Module:
+    def build(self, device: torch.device, types: Mapping[str, torch.dtype] | None = None) -> nn.Module:
         """A copy of the module on ``device`` whose parameters and buffers are allocated but not filled.
+
+        Args:
+            types: parameters that get another type than their own, by name.
 
         Memory that is never written costs no pages, so a copy that is sharded right away never exists whole.
 
@@ -61,8 +69,9 @@ class Template:
             TaskError: the module holds something that can't be copied.
         """
         memo: dict[int, Any] = {}
-        for parameter in self._module.parameters():
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        for name, parameter in self._module.named_parameters():
+            dtype = (types or {}).get(name, parameter.dtype)
+            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in self._module.buffers():
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

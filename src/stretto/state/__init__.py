@@ -2,15 +2,20 @@
 
 from stretto.state.logical import Box, Slice, TensorSpec, tiling_fault
 from stretto.state.owners import assign_owners
+from stretto.state.shares import Bucket, Shares, deal, pack
 from stretto.state.source import MemorySource, SliceSource, StateSource
 
 __all__ = [
     "Box",
+    "Bucket",
     "MemorySource",
+    "Shares",
     "Slice",
     "SliceSource",
     "StateSource",
     "TensorSpec",
     "assign_owners",
+    "deal",
+    "pack",
     "tiling_fault",
 ]

@@ -9,21 +9,56 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from stretto.comm.members import Members
+from stretto.state import Shares, TensorSpec
+
 
 class Part(Protocol):
-    """This rank's part of one parameter."""
+    """This rank's part of one parameter; see `parallel.Place`."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its logical shape and type, which is the type that gradients are added in."""
 
     @property
     def local(self) -> nn.Parameter:
         """A plain parameter over the part."""
 
     @property
+    def compute(self) -> nn.Parameter:
+        """The module's own parameter, where backward leaves the gradient."""
+
+    @property
     def summed(self) -> bool:
-        """Whether the layout itself adds the gradient over every rank."""
+        """Whether the layout itself adds the gradient over the ranks that cut it."""
+
+    @property
+    def shares(self) -> Shares | None:
+        """Which part of it each rank updates; None where each updates all of it."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether its gradients are sparse."""
+
+
+class Ranks(Protocol):
+    """With whom a rank shares what."""
+
+    @property
+    def world(self) -> Members:
+        """All that share the global batch."""
+
+    @property
+    def replicas(self) -> Members:
+        """Those that hold the same part of another copy of the weights."""
 
 
 class Layout(Protocol):
     """A model laid out over a group, as far as a sync rule looks; `parallel.Applied` is one."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """With whom this rank shares what."""
 
     @property
     def places(self) -> Mapping[str, Part]:

@@ -1,11 +1,13 @@
 """``sync=exact``: every gradient is added over every rank at every step (synchronous SGD, arXiv 1604.00981).
 
 Parameters whose layout doesn't add gradients itself are packed into flat buckets, in the reverse of the model's order,
-which is about the order in which backward makes them (as in PyTorch DDP, arXiv 2006.15704, section 3.2). A parameter's
-``grad`` is a view into its bucket, so nothing is copied; on the last microbatch a bucket is sent as soon as it is full,
-always in the same order on every rank, while backward goes on. Where the layout communicates in backward (BatchNorm,
-FSDP2's reduce-scatters), buckets wait for the end: collectives must come in one order everywhere, and a parameter that
-only some ranks use would change it.
+which is about the order in which backward makes them (as in PyTorch DDP, arXiv 2006.15704, section 3.2). A bucket is
+sent as soon as it is full, always in the same order on every rank, while backward goes on. Where the layout itself
+communicates in backward (BatchNorm, FSDP2's reduce-scatters), buckets wait for the end: collectives must come in one
+order everywhere, and a parameter that only some ranks use would change it.
+
+Where ranks update only shares of the parameters, each needs the sum of its own shares alone (a reduce-scatter instead
+of an all-reduce). Sparse gradients are gathered, rows and values, and added up by everyone alike.
 """
 
 from __future__ import annotations
@@ -16,47 +18,40 @@ from functools import partial
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from stretto.comm.group import Group
+from stretto.state import Shares, pack
 from stretto.sync._base import Layout
+from stretto.sync.buckets import GradientBucket, Kept, Passing
 
 BUCKET_BYTES: Final = 8 * 2**20
-
-
-class _Bucket:
-    """Flat memory for the gradients of some parameters of one type."""
-
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
-        first = parameters[0][1]
-        total = sum(parameter.numel() for _, parameter in parameters)
-        self.names = tuple(name for name, _ in parameters)
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        self.views: dict[str, torch.Tensor] = {}
-        offset = 0
-        for name, parameter in parameters:
-            self.views[name] = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
-        self.waiting = 0
-        self.work: dist.Work | None = None
+IN_FLIGHT: Final = 2  # passing buckets that may be on their way at once
 
 
 class ExactSum:
-    """The rule over one layout and group; see :class:`Sync`."""
+    """The rule over one layout; see :class:`Sync`.
 
-    def __init__(self, layout: Layout, group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._layout = layout
-        self._group = group
-        own = {
-            name: place.local for name, place in layout.places.items() if not place.summed and place.local.requires_grad
-        }
-        self._parameters = own
-        self._buckets = _pack(own, bucket_bytes)
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+    Args:
+        keep: buckets are kept through the step and sent once; otherwise they are sent after each microbatch, and each
+            rank keeps what it updates.
+    """
+
+    def __init__(self, layout: Layout, keep: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._layout, self._keep = layout, keep
+        self._world, self._replicas = layout.ranks.world, layout.ranks.replicas
+        own = {n: place for n, place in layout.places.items() if not place.summed and place.compute.requires_grad}
+        dense = {name: place for name, place in own.items() if not place.sparse}
+        shares: dict[str, Shares] = {name: p.shares for name, p in dense.items() if p.shares is not None}
+        packed = pack((place.spec for place in reversed(dense.values())), shares, bucket_bytes)
+        kind = Kept if keep else Passing
+        self._buckets: list[GradientBucket] = [kind(bucket, dense, self._world) for bucket in packed]
+        self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
         self._order = {name: index for index, name in enumerate(layout.places)}
         self._reached = torch.zeros(len(self._order), dtype=torch.float64)
+        self._sparse: dict[str, torch.Tensor | None] = dict.fromkeys(name for name in own if name not in dense)
+        self._summed: dict[str, torch.Tensor | None] = {}
+        self._waiting = [len(bucket.names) for bucket in self._buckets]
         self._next = 0
         self._sending = False
         self._counting = True
@@ -64,60 +59,103 @@ class ExactSum:
         self._late = False  # a gradient came in two parts once: from then on buckets wait for the end of backward
         self._spoiled = False
         self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
-            for name, parameter in own.items()
+            place.compute.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
+            for name, place in own.items()
         ]
 
     def begin(self) -> None:
         """See :class:`Sync`."""
         self._layout.clear_gradients()
         self._reached.zero_()
-        self._next, self._sending, self._spoiled = 0, False, False
-        self._fired.clear()
+        self._spoiled = False
+        self._summed = {}
+        for name in self._sparse:
+            self._sparse[name] = None
+            self._layout.places[name].compute.grad = None
         for bucket in self._buckets:
-            bucket.flat.zero_()
-            bucket.waiting, bucket.work = len(bucket.names), None
-            for name, view in bucket.views.items():
-                self._parameters[name].grad = view
+            bucket.begin()
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Sync`."""
-        self._sending = last and not self._layout.communicates and not self._late
+        sends = last or not self._keep
+        self._sending = sends and not self._layout.communicates and not self._late
         self._counting = not ghost
-        with self._layout.microbatch(last, ghost), self._group.guard():
+        self._next = 0
+        self._fired.clear()
+        self._waiting = [len(bucket.names) for bucket in self._buckets]
+        with self._layout.microbatch(last, ghost), self._world.guard():
             yield
+        if sends:  # buckets that some parameter never filled
+            while self._next < len(self._buckets):
+                self._send()
 
     def _ready(self, name: str, parameter: nn.Parameter) -> None:
-        """Autograd has added a gradient into ``parameter``'s view."""
+        """Autograd has added a gradient at ``parameter``."""
         if self._counting:
             self._reached[self._order[name]] = 1.0
+        if name in self._sparse:
+            self._keep_sparse(name, parameter)
+            return
+        index = self._bucket_of[name]
+        self._buckets[index].arrived(name)
         if not self._sending:
             return
         if name in self._fired:  # as re-entrant checkpoints do, which run a backward within the backward
             self._late = True
-            self._spoiled |= self._bucket_of[name].work is not None
+            self._spoiled |= index < self._next
             return
         self._fired.add(name)
-        self._bucket_of[name].waiting -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
-            self._send(self._buckets[self._next])
+        self._waiting[index] -= 1
+        while self._next < len(self._buckets) and self._waiting[self._next] <= 0:
+            self._send()
 
-    def _send(self, bucket: _Bucket) -> None:
-        bucket.work = self._group.all_reduce(bucket.flat, async_op=True)
+    def _keep_sparse(self, name: str, parameter: nn.Parameter) -> None:
+        """A ghost's rows are left out: an optimizer that updates only the rows it is given would move them."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or not self._counting:
+            return
+        wide = gradient.to(self._layout.places[name].local.dtype)
+        before = self._sparse[name]
+        self._sparse[name] = wide if before is None else before + wide
+
+    def _send(self) -> None:
+        self._buckets[self._next].send()
+        if not self._keep and self._next >= IN_FLIGHT:
+            self._buckets[self._next - IN_FLIGHT].settle()
         self._next += 1
 
     def finish(self) -> None:
-        """See :class:`Sync`; buckets that some parameter never filled are sent here."""
-        while self._next < len(self._buckets):
-            self._send(self._buckets[self._next])
-        with self._group.guard():
+        """See :class:`Sync`."""
+        with self._world.guard():
             for bucket in self._buckets:
-                if bucket.work is not None:
-                    bucket.work.wait()
+                bucket.settle()
+        for name, gradient in self._sparse.items():
+            place = self._layout.places[name]
+            if gradient is None:
+                gradient = torch.sparse_coo_tensor(
+                    torch.empty(1, 0, dtype=torch.int64, device=place.compute.device),
+                    place.local.detach().new_empty(0, *place.spec.shape[1:]),
+                    place.spec.shape,
+                )
+            self._sparse[name] = self._world.all_gather_sparse(gradient)
+        self._add_replicas()
         for name, place in self._layout.places.items():
             if place.summed and self._layout.reached(name):
                 self._reached[self._order[name]] = 1.0
+
+    def _add_replicas(self) -> None:
+        """Adds what the layout has summed over one copy of the weights over all copies."""
+        names = [name for name, p in self._layout.places.items() if p.summed and p.local.requires_grad]
+        self._summed = {name: self._layout.gradient(name) for name in names}
+        if self._replicas.size == 1 or not names:
+            return
+        locals_ = [self._layout.places[name].local for name in names]
+        found = [torch.zeros_like(p) if g is None else g for p, g in zip(locals_, self._summed.values(), strict=True)]
+        flat = torch.cat([gradient.reshape(-1) for gradient in found])
+        self._replicas.all_reduce(flat)
+        parts = torch.split(flat, [gradient.numel() for gradient in found])
+        self._summed = {n: part.view(p.shape) for n, part, p in zip(names, parts, locals_, strict=True)}
 
     def agrees(self) -> bool:
         """See :class:`Sync`; no where a bucket was sent before all of it had come. The next attempt sends late."""
@@ -128,11 +166,17 @@ class ExactSum:
         return self._layout.mark
 
     def square_sum(self) -> torch.Tensor:
-        """See :class:`Sync`. Of a bucket, which is the same everywhere, each rank answers for one part."""
-        parts = [bucket.flat.tensor_split(self._group.size)[self._group.rank] for bucket in self._buckets]
-        for name, place in self._layout.places.items():
-            if place.summed and (gradient := self._layout.gradient(name)) is not None:
-                parts.append(gradient)
+        """See :class:`Sync`. Of what is the same on several ranks, each answers for one piece."""
+        world, replicas = self._world, self._replicas
+        parts = []
+        for bucket in self._buckets:
+            shared = self._layout.places[bucket.names[0]].shares is None
+            parts.append(bucket.own.tensor_split(world.size)[world.rank] if shared else bucket.own)
+        parts += [g._values().tensor_split(world.size)[world.rank] for g in self._sparse.values() if g is not None]
+        for gradient in self._summed.values():
+            if gradient is not None:
+                parts.append(gradient.reshape(-1).tensor_split(replicas.size)[replicas.rank])
+        parts = [part for part in parts if part.numel()]
         if not parts:
             return torch.zeros((), dtype=torch.float64)
         norms = torch._foreach_norm(parts)
@@ -146,41 +190,26 @@ class ExactSum:
         """See :class:`Sync`."""
         if factor == 1.0:
             return
-        tensors = [bucket.flat for bucket in self._buckets]
-        for name, place in self._layout.places.items():
-            if place.summed and (gradient := self._layout.gradient(name)) is not None:
-                tensors.append(gradient)
+        tensors = [bucket.own for bucket in self._buckets]
+        tensors += [gradient._values() for gradient in self._sparse.values() if gradient is not None]
+        tensors += [gradient for gradient in self._summed.values() if gradient is not None]
         if tensors:
             torch._foreach_mul_(tensors, factor)
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         """See :class:`Sync`."""
-        return {
-            name: self._layout.gradient(name) if place.summed else self._view(name)
-            for name, place in self._layout.places.items()
-        }
+        return {name: self._gradient(name) for name in self._layout.places}
 
-    def _view(self, name: str) -> torch.Tensor | None:
-        bucket = self._bucket_of.get(name)
-        return None if bucket is None else bucket.views[name]
+    def _gradient(self, name: str) -> torch.Tensor | None:
+        if name in self._summed:
+            return self._summed[name]
+        if name in self._sparse:
+            return self._sparse[name]
+        index = self._bucket_of.get(name)
+        return None if index is None else self._buckets[index].gradient(name)
 
     def detach(self) -> None:
         """See :class:`Sync`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _pack(parameters: Mapping[str, nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of at most ``bucket_bytes`` (or one parameter) and one type, in the reverse of the given order."""
-    groups: list[list[tuple[str, nn.Parameter]]] = []
-    filled = 0
-    for name, parameter in reversed(list(parameters.items())):
-        size = parameter.numel() * parameter.element_size()
-        same = bool(groups) and groups[-1][0][1].dtype == parameter.dtype
-        if not same or filled + size > bucket_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append((name, parameter))
-        filled += size
-    return [_Bucket(group) for group in groups]

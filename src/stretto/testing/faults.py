@@ -22,16 +22,12 @@ FAULTY_RANK: Final = 1
 
 def dropped_reduction(rank: int) -> None:
     """Gradients are not added over ranks (zero=0)."""
-    from stretto.sync import exact
+    from stretto.sync.buckets import GradientBucket
 
-    def finish(self: Any) -> None:
-        self._next = len(self._buckets)
+    def reduce(self: Any, flat: torch.Tensor) -> None:
+        return None
 
-    def send(self: Any, bucket: Any) -> None:
-        self._next += 1
-
-    exact.ExactSum._send = send  # type: ignore[method-assign]
-    exact.ExactSum.finish = finish  # type: ignore[method-assign]
+    GradientBucket._reduce = reduce  # type: ignore[method-assign]
 
 
 def dropped_shard_reduction(rank: int) -> None:
@@ -53,7 +49,7 @@ def wrong_divisor(rank: int) -> None:
 
     def finish(self: Any) -> None:
         honest(self)
-        self.scale(1.0 / self._group.size)
+        self.scale(1.0 / self._world.size)
 
     ExactSum.finish = finish  # type: ignore[method-assign]
 
@@ -85,10 +81,10 @@ def tied_weight_counted_twice(rank: int) -> None:
     honest = ExactSum.finish
     tied: list[str] = []
 
-    def build(self: Any, device: torch.device) -> Any:
+    def build(self: Any, device: torch.device, types: Mapping[str, torch.dtype] | None = None) -> Any:
         every = [id(p) for _, p in self.structure.named_parameters(remove_duplicate=False)]
         tied[:] = [name for name, p in self.structure.named_parameters() if every.count(id(p)) > 1]
-        return built(self, device)
+        return built(self, device, types)
 
     def finish(self: Any) -> None:
         honest(self)
@@ -107,7 +103,8 @@ def nominal_divisor(rank: int) -> None:
 
     def full(decision: Any) -> Any:
         largest[0] = max(largest[0], decision.weight)
-        return dataclasses.replace(decision, weight=largest[0])
+        ((name, (loss, _)),) = decision.sums.items()
+        return dataclasses.replace(decision, sums={name: (loss, largest[0])})
 
     _change_decision(full)
 
@@ -160,9 +157,9 @@ def norm_of_own_shards(rank: int) -> None:
 
     honest = Stepper._vote
 
-    def vote(self: Any, step: int, sums: Any) -> Any:
+    def vote(self: Any, step: int, terms: Any) -> Any:
         own = float(self._on.sync.square_sum())
-        return dataclasses.replace(honest(self, step, sums), square_sum=own)
+        return dataclasses.replace(honest(self, step, terms), square_sum=own)
 
     Stepper._vote = vote  # type: ignore[method-assign]
 
@@ -220,8 +217,8 @@ def _change_decision(change: Callable[[Any], Any]) -> None:
 
     honest = Stepper._vote
 
-    def vote(self: Any, step: int, sums: Any) -> Any:
-        return change(honest(self, step, sums))
+    def vote(self: Any, step: int, terms: Any) -> Any:
+        return change(honest(self, step, terms))
 
     Stepper._vote = vote  # type: ignore[method-assign]
 

@@ -14,12 +14,17 @@ FURTHEST: Final = sys.float_info.max
 """Stands for a difference that is not finite, which JSON has no number for."""
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in float64, or complex128."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def magnitude(tensors: Iterable[torch.Tensor]) -> float:
     """Largest finite absolute value in any of them; 0 where there is none."""
     largest = 0.0
     for tensor in tensors:
         if tensor.numel():
-            values = tensor.detach().double().abs()
+            values = wide(tensor).abs()
             largest = max(largest, float(values.masked_fill(~values.isfinite(), 0.0).max()))
     return largest
 
@@ -31,7 +36,7 @@ def gap(ours: torch.Tensor, theirs: torch.Tensor, left_out: torch.Tensor | None 
     """
     if not ours.numel():
         return 0.0
-    a, b = ours.detach().double(), theirs.detach().double()
+    a, b = wide(ours), wide(theirs)
     distance = (a - b).abs()
     same = (a == b) | (a.isnan() & b.isnan())
     if left_out is not None:
@@ -67,7 +72,8 @@ def best_fit(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float | None, fl
         s, and the largest difference that is left over the largest magnitude of ``theirs``; None and None where
         ``theirs`` is zero everywhere or something isn't finite.
     """
-    a, b = ours.detach().double().flatten(), theirs.detach().double().flatten()
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (wide(ours), wide(theirs)))
+    a, b = a.flatten(), b.flatten()
     largest = magnitude([b])
     if largest == 0 or not bool(a.isfinite().all() and b.isfinite().all()):
         return None, None
@@ -81,10 +87,10 @@ def best_fit(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float | None, fl
 def noise(ours: torch.Tensor, theirs: torch.Tensor, largest: float, quiet: float) -> torch.Tensor:
     """Which elements of a gradient are rounding noise: under ``quiet`` times the largest gradient of the step on one
     device (``theirs``), and not bit-equal. Boolean, of the gradients' shape."""
-    return (theirs.detach().double().abs() < quiet * largest) & (ours.detach() != theirs.detach())
+    return (wide(theirs).abs() < quiet * largest) & (ours.detach() != theirs.detach())
 
 
 def digest(tensor: torch.Tensor) -> str:
     """Equal for bit-equal tensors of one type, and for no others."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    plain = tensor.detach().cpu().contiguous().reshape(-1).resolve_conj()
     return hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=8).hexdigest()

@@ -17,20 +17,24 @@ class Feed:
 
     def __init__(self) -> None:
         self._ids: list[int] = []
-        self._ghosts: list[int] = []
-        self.ghost = False
+        self._num_ghosts = 0
 
     def clear(self) -> None:
         """A step begins, perhaps anew."""
-        self._ids, self._ghosts = [], []
+        self._ids, self._num_ghosts = [], 0
 
     def note(self, index: int) -> None:
         """The sample was fetched."""
-        (self._ghosts if self.ghost else self._ids).append(index)
+        self._ids.append(index)
+
+    def ran(self, ghost: bool) -> None:
+        """A microbatch was run; a ghost has one sample, and a rank's ghosts come last."""
+        self._num_ghosts += ghost
 
     def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The samples that counted and those that didn't, in order."""
-        return tuple(self._ids), tuple(self._ghosts)
+        counted = len(self._ids) - self._num_ghosts
+        return tuple(self._ids[:counted]), tuple(self._ids[counted:])
 
 
 class WatchedDataset(Dataset[Any]):
@@ -61,7 +65,7 @@ class WatchedSync:
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Sync`."""
-        self._feed.ghost = ghost
+        self._feed.ran(ghost)
         with self._sync.microbatch(last, ghost):
             yield
 

@@ -28,16 +28,24 @@ class Recorded:
 
     def shape(self, step: int, name: str) -> tuple[int, ...]:
         """Logical shape. The tensor must be one of :meth:`names`."""
-        return tuple(self._file(step).get_slice(name).get_shape())
+        shape = tuple(self._file(step).get_slice(name).get_shape())
+        return shape[:-1] if self._is_complex(step, name) else shape
 
     def read(self, step: int, name: str, box: Box) -> torch.Tensor:
         """One box of a tensor, shape ``box.shape``; nothing else of it is read."""
-        if not box.starts:
-            return self._file(step).get_tensor(name)  # type: ignore[no-any-return]
-        if not box.numel:
-            return self._file(step).get_tensor(name).new_empty(box.shape)  # type: ignore[no-any-return]
+        if not box.starts or not box.numel:
+            return self._true(step, name, self._file(step).get_tensor(name)).reshape(-1)[: box.numel].view(box.shape)
         bounds = box.within(Box.whole(self.shape(step, name)))
-        return self._file(step).get_slice(name)[bounds]  # type: ignore[no-any-return]
+        # The library wants each dimension named, the last one of a complex tensor too.
+        pair = (slice(0, 2),) if self._is_complex(step, name) else ()
+        return self._true(step, name, self._file(step).get_slice(name)[(*bounds, *pair)])
+
+    def _is_complex(self, step: int, name: str) -> bool:
+        return name in (self._file(step).metadata() or {})
+
+    def _true(self, step: int, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """A complex tensor is stored with a last axis of two; torch wants its memory better aligned than a file is."""
+        return torch.view_as_complex(stored.clone()) if self._is_complex(step, name) else stored
 
     def scale(self, step: int, measure: str) -> float:
         """Largest magnitude on one device; 0 for a measure that nothing has."""

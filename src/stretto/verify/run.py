@@ -17,12 +17,11 @@ from stretto.task import resolve_task_path
 from stretto.verify.diagnose import first_divergence
 from stretto.verify.facts import RankFacts, ReferenceRecord
 from stretto.verify.report import PlanReport, VerifyReport
-from stretto.verify.tolerances import TOLERANCES
+from stretto.verify.tolerances import NAMES, TOLERANCES
 
 PRELOADS: Final = ("torch", "torch.distributed", "stretto.verify.worker", "stretto.parallel.whole")
 PRELOADS_SHARDED: Final = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 INTERRUPTED: Final = (130, 143)  # exit codes after Ctrl-C and SIGTERM
-DTYPES: Final = (("fp64", "float64"), ("fp32", "float32"))
 
 
 def verify(
@@ -53,7 +52,7 @@ def verify(
     """
     path = resolve_task_path(task)
     given = {"precision": "fp64", **(sets or {})}
-    dtype = dict(DTYPES).get(str(given["precision"]), "float64")
+    dtype = NAMES.get(str(given["precision"]), "float64")
     parsed = [_parse(text) for text in plans]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-verify-")))

@@ -43,4 +43,23 @@ class Tolerances:
 FLOAT64: Final = Tolerances(loss=1e-12, gradient=1e-12, norm=1e-12, weight=1e-11, state=1e-11, quiet=1e-9)
 FLOAT32: Final = Tolerances(loss=5e-4, gradient=5e-4, norm=5e-4, weight=5e-3, state=5e-3, quiet=2e-5)
 
-TOLERANCES: Final[Mapping[str, Tolerances]] = MappingProxyType({"float64": FLOAT64, "float32": FLOAT32})
+NARROW: Final = Tolerances(loss=1e-2, gradient=5e-2, norm=2e-2, weight=5e-2, state=5e-2, quiet=1e-4)
+
+NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "fp64": "float64",
+        "fp32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "bf16-autocast": "bfloat16 by autocast",
+    }
+)
+TOLERANCES: Final[Mapping[str, Tolerances]] = MappingProxyType(
+    {
+        "float64": FLOAT64,
+        "float32": FLOAT32,
+        "bfloat16": NARROW,
+        "float16": NARROW,
+        "bfloat16 by autocast": NARROW,
+    }
+)

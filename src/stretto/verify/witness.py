@@ -12,6 +12,7 @@ change of less than a billionth of the largest gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -78,7 +79,7 @@ class Witness:
         """Compares the gradients of the mean loss, and finds the elements that rounding alone moves."""
         reference = self._recorded.record.steps[step - 1]
         facts = []
-        if reference.weight:
+        if reference.weight and math.isfinite(reference.norm):
             for name, gradient in sync.gradients().items():
                 facts.append(self._look_at_gradient(step, name, gradient, factor))
         self._gradients = tuple(facts)
@@ -156,7 +157,7 @@ class Witness:
 
     def _look_at_gradient(self, step: int, name: str, gradient: torch.Tensor | None, factor: float) -> TensorFact:
         place, limits = self._on.applied.places[name], self._limits
-        ours = torch.zeros_like(place.local) if gradient is None else gradient * factor
+        ours = torch.zeros_like(place.local) if gradient is None else gradient.to_dense() * factor
         held = _Held("gradient", f"gradient/{name}", place.box, ours)
         fact = self._look(step, held)
         if gradient is not None and held.name in self._recorded.names(step):
@@ -164,7 +165,7 @@ class Witness:
             noise = compare.noise(ours, theirs, self._recorded.scale(step, "gradient"), limits.quiet)
             if bool(noise.any()):
                 self._left_out[name] = self._left_out.get(name, torch.zeros_like(noise)) | noise
-                if factor and not fact.differs:
+                if factor and not fact.differs and not gradient.is_sparse:
                     gradient[noise] = (theirs / factor)[noise]
         return fact
 
