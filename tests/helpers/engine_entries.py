@@ -20,6 +20,7 @@ from stretto.evaluation import evaluate
 from stretto.launch.context import WorkerContext
 from stretto.machinery import Machinery
 from stretto.plan import Plan
+from stretto.state import Box
 from stretto.step import Onlooker, StepOutcome, Stepper
 from stretto.task import load_task
 from stretto.training import form_group
@@ -218,3 +219,31 @@ def storages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
         kept[storage.data_ptr()] = storage.nbytes()
     whole = sum(spec.num_bytes for spec in template.specs.values())
     return {"bytes": sum(kept.values()), "whole": 4 * whole}
+
+
+def weights(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
+    """Runs ``num_steps`` steps. Returns of each the outcome and the parameter ``w`` after it, whole."""
+    task = load_task(payload["task"], payload["sets"])
+    plan = Plan.parse(payload["plan"])
+    group = form_group(plan, context)
+    dataset = task.data()["train"]
+    on = assemble(task, plan, build_template(task), group)
+    stepper = Stepper(task, plan, dataset, on)
+    batches = _batches(task, len(dataset))
+    place = on.applied.places["w"]
+    found = []
+    for _ in range(payload["num_steps"]):
+        outcome = stepper.step(next(batches))
+        whole = torch.zeros(place.spec.shape, dtype=torch.float64)
+        if place.owner:
+            whole[place.box.within(Box.whole(place.spec.shape))] = place.local.detach().double()
+        group.all_reduce(whole)
+        state = [value for value in on.optimizer.optimizer.state.get(place.local, {}).values()]
+        kinds = {str(each.dtype).removeprefix("torch.") for each in (place.local, *state) if torch.is_tensor(each)}
+        scale = None if stepper.scale is None else stepper.scale.scale
+        brief = {**_brief(outcome), "samples": outcome.samples}
+        found.append({**brief, "w": whole.tolist(), "scale": scale, "dtypes": sorted(kinds)})
+    seen = []
+    on.applied.module.register_forward_hook(lambda module, _, output: seen.append(output.dtype))
+    evaluate(task, plan, on, dataset)
+    return {"steps": found, "compute": str(seen[0]).removeprefix("torch.")}

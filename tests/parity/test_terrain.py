@@ -1,0 +1,83 @@
+"""Hard parameters, hard losses, whole-tensor optimizers and low precision: exact under every plan, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.launch import LocalLauncher
+from stretto.verify import PlanReport, verify
+from stretto.verify.run import preloads
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ROOT / "tests" / "tasks"
+NO_MEMORY = "stretto.testing.conditions:no_free_memory"
+# Each way in which gradients travel: whole, dealt, passing on, sharded, in several copies; once a step and more often.
+PLANS = (
+    "dp=2",
+    "dp=3,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=2,microbatches=2",
+    "dp=2,zero=3,microbatches=3",
+    "dp_replicate=2,dp_shard=2",
+)
+FIGURES = ("loss_max_rel", "grad_max_rel", "grad_norm_max_rel", "weight_max_rel", "state_max_rel")
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[LocalLauncher]:
+    with LocalLauncher(preloads(PLANS)) as found:
+        yield found
+
+
+def proved(
+    launcher: LocalLauncher, task: str, plans: tuple[str, ...], sets: dict[str, str], plant: str | None = None
+) -> list[PlanReport]:
+    return list(verify(TASKS / task, plans, sets, launcher=launcher, plant=plant).plans)
+
+
+def exact(reports: list[PlanReport]) -> None:
+    for report in reports:
+        assert report.status == "passed", f"{report.plan}: {report.reason}"
+        assert all(getattr(report, figure) <= 1e-13 for figure in FIGURES), report
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "sgd"])
+def test_sparse_complex_empty_frozen_and_shared_parameters_are_exact_dp09_dp11_pc02_sh06_sh08_sh10_sh14(
+    launcher: LocalLauncher, kind: str
+) -> None:
+    exact(proved(launcher, "hard_parts.py", PLANS, {"kind": kind}))
+
+
+def test_each_term_of_a_loss_is_divided_by_its_own_global_weight_ls01(launcher: LocalLauncher) -> None:
+    """Batches of 3: ranks, microbatches and whole batches without weight for one term, and ghosts."""
+    exact(proved(launcher, "terms.py", PLANS, {"batch": "3"}))
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "lamb"])
+def test_an_optimizer_of_whole_tensors_is_exact_with_one_owner_a_tensor_and_refused_where_there_is_none(
+    launcher: LocalLauncher, kind: str
+) -> None:
+    plans = ("dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3")
+    *dealt, sharded = proved(launcher, "whole_tensors.py", plans, {"kind": kind})
+    exact(dealt)
+    assert sharded.status == "refused" and "looks at whole tensors" in str(sharded.reason)
+
+
+@pytest.mark.parametrize("task", ["hard_parts.py", "terms.py"])
+def test_gradients_that_are_sent_after_each_microbatch_add_up_to_the_same(launcher: LocalLauncher, task: str) -> None:
+    plans = ("dp=2,zero=2,microbatches=3", "dp=2,zero=3,microbatches=2", "dp_replicate=2,dp_shard=2,microbatches=2")
+    exact(proved(launcher, task, plans, {}, plant=NO_MEMORY))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-autocast"])
+@pytest.mark.parametrize("task", ["hard_parts.py", "lstm.py"])
+def test_a_low_precision_means_the_same_at_every_stage(launcher: LocalLauncher, precision: str, task: str) -> None:
+    """Float32 masters, float32 sums: beside the rounding of sums nothing differs, so one step agrees to 1e-6, which
+    copies that were added up in bfloat16 (2e-3) or a cast at another place would not."""
+    for report in proved(launcher, task, PLANS, {"precision": precision, "steps": "1"}):
+        assert report.status == "passed", f"{report.plan}: {report.reason}"
+        assert all(getattr(report, figure) <= 2e-6 for figure in FIGURES), report
+        assert report.weight_max_rel or report.grad_max_rel, "float32 sums in another order are not equal to the bit"
