@@ -21,6 +21,7 @@ from stretto.preload import preloads
 ROOT = Path(__file__).resolve().parents[2]
 GPT = ROOT / "examples" / "gpt"
 ODD = ROOT / "tests" / "tasks" / "odd_parts.py"
+LSTM = ROOT / "tests" / "tasks" / "lstm.py"
 TINY = {
     "depth": 2,
     "width": 32,
@@ -105,9 +106,11 @@ def same(run: Path, whole: Path) -> None:
         (GPT, TINY, ("dp=2,zero=3", "dp=3", "dp=2,zero=3")),
         (ODD, SMALL, ("dp=2,zero=3", "dp=3", "dp=1,zero=3")),
         (ODD, SMALL, ("dp=1", "dp=2,zero=3,microbatches=2", "dp=3")),
+        (GPT, TINY, ("dp=3,zero=1", "dp_replicate=2,dp_shard=2", "dp=2,zero=2")),
+        (ODD, SMALL, ("dp=2,zero=2", "dp=4,zero=1", "dp_replicate=2,dp_shard=2")),
     ],
 )
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(
+def test_a_resumed_run_goes_on_as_if_nothing_had_been_re04_re12(
     starter: Starter, undisturbed: dict[Path, Path], tmp_path: Path, task: Path, sets: dict[str, Any], plans: list[str]
 ) -> None:
     run = tmp_path / "run"
@@ -124,15 +127,33 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(
     assert not any("rank" in name for name in names)
 
 
+@pytest.mark.parametrize(("precision", "plan"), [("fp16", "dp=2,zero=1"), ("bf16", "dp=2,zero=3"), ("fp16", "dp=2")])
+def test_a_low_precision_goes_on_to_the_bit_re10(starter: Starter, tmp_path: Path, precision: str, plan: str) -> None:
+    """Float32 masters, moments, the loss scale and its count of good steps are kept, not made anew from the copies."""
+    sets = {"precision": precision, "steps": 12}
+    starter.good(tmp_path / "whole", LSTM, sets, plan)
+    starter.good(tmp_path / "run", LSTM, sets, plan, stop=7)
+    starter.good(tmp_path / "run", LSTM, sets, plan, attempt=2)
+    ends = []
+    for run in (tmp_path / "whole", tmp_path / "run"):
+        manifest = json.loads((run / "checkpoints" / "step-00000012" / "manifest.json").read_text())
+        tensors = {name: tensor["digest"] for name, tensor in manifest["tensors"].items()}
+        assert any(name.startswith("optimizer/main/") for name in tensors)
+        assert {tensor["dtype"] for tensor in manifest["tensors"].values()} == {"float32"}
+        ends.append((tensors, manifest["meta"]["loss_scale"], [line["loss"] for line in steps(run).values()]))
+    assert ends[0] == ends[1]
+    assert (ends[0][1] is not None) == (precision == "fp16")
+
+
 def test_digests_do_not_depend_on_the_plan(starter: Starter, tmp_path: Path) -> None:
     """The same initial state under three plans: one digest a tensor."""
     found = []
-    for plan in ("dp=1", "dp=2,zero=3", "dp=3"):
+    for plan in ("dp=1", "dp=2,zero=3", "dp=3", "dp=2,zero=1"):
         run = tmp_path / plan
         starter.good(run, ODD, {**SMALL, "lr": 0.0, "decay": 0.0, "steps": 1}, plan)
         manifest = json.loads((run / "checkpoints" / "step-00000001" / "manifest.json").read_text())
         found.append({n: t["digest"] for n, t in manifest["tensors"].items() if n.startswith("model/")})
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
     assert len(found[0]) == 9
 
 
