@@ -9,14 +9,15 @@ import torch
 from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
 from stretto.data import Generators, seed_everything
-from stretto.errors import CheckpointError, ProbeFailed, Refused
+from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.machinery import Machinery
 from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Manner, Template, apply
 from stretto.plan import Plan
-from stretto.precision import COMPUTE, cast_model
+from stretto.precision import COMPUTE, cast_model, retyped
 from stretto.probes import optimizer_cut_error
-from stretto.state import StateSource
+from stretto.state import Box, StateSource
+from stretto.state.digest import format_digest, partial_digest
 from stretto.sync import build_sync
 from stretto.task import Task
 
@@ -31,9 +32,33 @@ def build_template(task: Task) -> Template:
     before = Generators.remember()
     seed_everything(task.recipe.seed)
     try:
-        return Template(cast_model(task.model(), task.recipe.precision))
+        module = task.model()
+        changed = retyped(module, task.recipe.precision)
+        return Template(cast_model(module, task.recipe.precision), changed)
     finally:
         before.restore()
+
+
+def check_same_model(template: Template, group: Group) -> None:
+    """For processes that each built the model themselves. Every rank must call it.
+
+    Raises:
+        TaskError: a rank built another one, by a weight, a buffer or a shape.
+    """
+    initial = template.initial
+    found = {}
+    for name in initial.names():
+        spec = initial.spec(name)
+        box = Box.whole(spec.shape)
+        found[name] = format_digest(spec, partial_digest(initial.read(name, box), box, spec.shape))
+    for rank, theirs in enumerate(group.gather_json(found)):
+        apart = [name for name in {**found, **theirs} if found.get(name) != theirs.get(name)]
+        if apart:
+            raise TaskError(
+                f"task: model() built another {apart[0].removeprefix('model/')!r} on rank {rank} than on rank "
+                f"{group.rank} ({len(apart)} of {len(found)} tensors differ); here each process builds the model, so it "
+                "must draw from the global generators alone (torch's, numpy's, Python's), which are seeded, or load a file"
+            )
 
 
 def needs_whole_tensors(task: Task, plan: Plan) -> bool:

@@ -105,6 +105,7 @@ class Run:
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
+        self._notes = [self._on.note, *_told(prepared.template, self.recipe.precision)]
         prepared.template.release()
         self._saved = self._progress.step
         self._evaluated: tuple[int, dict[str, float]] | None = None
@@ -139,8 +140,8 @@ class Run:
             }
         )
 
-        if self._on.note:
-            self._say({"kind": "note", "text": self._on.note})
+        for text in filter(None, self._notes):
+            self._say({"kind": "note", "text": text})
         if self.recipe.eval_every and "val" not in self._data:
             text = f"eval_every={self.recipe.eval_every} has no effect: data() returns no split named 'val'"
             self._say({"kind": "note", "text": text})
@@ -375,6 +376,15 @@ class Run:
         self._ledger.close()
         self._group.barrier()
         disassemble(self._on)
+
+
+def _told(template: Template, precision: str) -> list[str]:
+    """What the precision makes of the model's own types."""
+    return [
+        f"model() made {name!r} (and perhaps more) in {dtype}; precision={precision} trains it in "
+        f"{template.specs[name].dtype}, as it does every parameter"
+        for dtype, name in template.retyped.items()
+    ]
 
 
 def _silent(event: dict[str, Any]) -> None:

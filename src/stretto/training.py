@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from stretto.assemble import build_template
+from stretto.assemble import build_template, check_same_model
 from stretto.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from stretto.cluster import Cluster
 from stretto.comm.group import Group, Rendezvous
@@ -102,6 +102,7 @@ def start(
     going_on = resume and bool(list_checkpoints(folder / "checkpoints"))
     checkpoint = _newest(folder, context.control.send if group.rank == 0 else _quiet) if going_on else None
     prepared = _prepare(loaded, chosen, checkpoint)
+    check_same_model(prepared.template, group)
     if group.rank == 0:
         resolved = _resolve(loaded, chosen, str(chosen), START_ORIGIN)
         write_resolved(folder, resolved)

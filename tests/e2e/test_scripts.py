@@ -147,3 +147,24 @@ def test_a_loop_that_forgets_to_finish_keeps_its_save_and_is_told(room: Path) ->
     assert left.code == 0
     assert "left at step 3 without run.finish(): the checkpoint of step 3" in left.err
     assert (left.folder / "checkpoints" / "step-00000003" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_processes_that_build_different_models_are_told_before_a_step_sh12(room: Path, plan: str) -> None:
+    """Each process of a script builds the model; what it draws from a generator of its own must not differ unnoticed."""
+    own = "torch.nn.init.normal_(module[0].bias, generator=torch.Generator().manual_seed(os.getpid()))"
+    folder = room / f"apart-{plan}"
+    folder.mkdir()
+    (folder / "apart.py").write_text(
+        f"import os\nfrom line import *\n\ndef model():\n    module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))\n"
+        f"    {own}\n    return module\n"
+    )
+    (folder / "line.py").write_text(LINE.read_text())
+    (folder / "loop.py").write_text(
+        f"import stretto\nrun = stretto.start('{folder}/apart.py', plan='{plan}', run='{folder}/run')\n"
+        "for batch in run.batches():\n    run.step(batch)\nrun.finish()\n"
+    )
+    apart = started(room, "none", str(BIN / "stretto"), "run", str(folder / "loop.py"), "--workers", "2")
+    assert apart.code == 2
+    assert "model() built another '0.bias' on rank" in apart.err and "1 of 4 tensors differ" in apart.err
+    assert "Traceback" not in apart.err

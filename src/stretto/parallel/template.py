@@ -25,12 +25,13 @@ class Template:
 
     Args:
         module: built, on the CPU, in the type it trains in. The template takes it over.
+        retyped: types that its parameters had before, where the precision changed them; each with a parameter's name.
 
     Raises:
         TaskError: a parameter that was never given a shape (lazy modules), or that lies on another device.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, retyped: Mapping[str, str] | None = None) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise TaskError(f"task: {name} has no shape yet (a lazy module); run the model once inside model()")
@@ -38,6 +39,7 @@ class Template:
                 raise TaskError(f"task: {name} lies on the meta device; model() must build real weights")
         _refuse_captured(module)
         self._module = module
+        self.retyped = dict(retyped or {})
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(name, p) for name, p in module.named_parameters()}
         self.trainable: Mapping[str, bool] = {name: p.requires_grad for name, p in module.named_parameters()}
 
