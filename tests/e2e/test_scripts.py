@@ -151,7 +151,7 @@ def test_a_loop_that_forgets_to_finish_keeps_its_save_and_is_told(room: Path) ->
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
 def test_processes_that_build_different_models_are_told_before_a_step_sh12(room: Path, plan: str) -> None:
-    """Each process of a script builds the model; what it draws from a generator of its own must not differ unnoticed."""
+    """Each process of a script builds the model; what it draws from a generator of its own must not differ."""
     own = "torch.nn.init.normal_(module[0].bias, generator=torch.Generator().manual_seed(os.getpid()))"
     folder = room / f"apart-{plan}"
     folder.mkdir()
