@@ -54,10 +54,10 @@ def check_same_model(template: Template, group: Group) -> None:
     for rank, theirs in enumerate(group.gather_json(found)):
         apart = [name for name in {**found, **theirs} if found.get(name) != theirs.get(name)]
         if apart:
+            what = f"task: model() built another {apart[0].removeprefix('model/')!r} on rank {rank} than on rank"
             raise TaskError(
-                f"task: model() built another {apart[0].removeprefix('model/')!r} on rank {rank} than on rank "
-                f"{group.rank} ({len(apart)} of {len(found)} tensors differ); here each process builds the model, so it "
-                "must draw from the global generators alone (torch's, numpy's, Python's), which are seeded, or load a file"
+                f"{what} {group.rank} ({len(apart)} of {len(found)} tensors differ). Here each process builds the model: "
+                "let it load a file, or draw from the global generators (torch's, numpy's, Python's), which are seeded"
             )
 
 

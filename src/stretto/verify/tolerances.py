@@ -14,10 +14,10 @@ largest) and far below the gradients. One thing no bound in float32 can promise:
 rounding of a kink (ReLU, a maximum), two right computations may take different sides of it, and one sample's gradient
 then differs by itself. In float64 that is a hundred million times rarer, which is why it is the default.
 
-bfloat16 and float16: masters and sums are float32, so a first step agrees to 1e-6 as in float32. Later a master that lies
-at the edge between two values of the low type may round to either in right code, which moves one weight of a copy by an
-epsilon of that type (8e-3 and 1e-3), and gradients by up to as much: 8e-3 measured after six steps. The bounds allow a few
-of those; they find a missing term or a wrong factor, not a subtle difference, which is what float64 is for.
+bfloat16 and float16: masters and sums are float32, so a first step agrees to 1e-6 as in float32. Later a master that
+lies at the edge between two values of the low type may round to either in right code, which moves one weight of a copy
+by an epsilon of that type (8e-3 and 1e-3), and gradients by up to as much: 8e-3 measured after six steps. The bounds
+allow a few of those; they find a missing term or a wrong factor, not a subtle difference: float64 is for that.
 """
 
 from __future__ import annotations
