@@ -56,8 +56,8 @@ def check_same_model(template: Template, group: Group) -> None:
         if apart:
             what = f"task: model() built another {apart[0].removeprefix('model/')!r} on rank {rank} than on rank"
             raise TaskError(
-                f"{what} {group.rank} ({len(apart)} of {len(found)} tensors differ). Here each process builds the model: "
-                "let it load a file, or draw from the global generators (torch's, numpy's, Python's), which are seeded"
+                f"{what} {group.rank} ({len(apart)} of {len(found)} tensors differ). Here each process builds its own: "
+                "let model() load a file, or draw from the global generators (torch's, numpy's, Python's), which are seeded"
             )
 
 
