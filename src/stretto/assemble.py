@@ -6,7 +6,7 @@ from typing import Any
 
 from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
-from stretto.data import Generators, seed_everything
+from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_feeders, seed_everything
 from stretto.errors import CheckpointError, ProbeFailed, Refused
 from stretto.machinery import Machinery
 from stretto.parallel import BoundOptimizer, Template, apply
@@ -83,6 +83,17 @@ def load_data(task: Task) -> dict[str, Any]:
         return task.data()
     finally:
         before.restore()
+
+
+def open_data(task: Task, plan: Plan, group: Group) -> dict[str, Feeder]:
+    """What feeds this rank, by split; loaders are forked here, before the model is laid out. Every rank must call it.
+
+    Raises:
+        TaskError: a split is empty, or has another length on another rank.
+    """
+    datasets = load_data(task)
+    check_lengths(group.gather_json(lengths_of(datasets)))
+    return open_feeders(datasets, task.collate, task.recipe.seed, plan.loaders)
 
 
 def fitting(template: Template, checkpoint: Checkpoint | None) -> Checkpoint | None:

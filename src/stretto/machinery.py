@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
 from stretto.comm.group import Group
-from stretto.data import fetch, seed_everything, to_device
+from stretto.data import Feeder, seed_everything, to_device
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.precision import COMPUTE, computing
 from stretto.sync import Sync
@@ -28,13 +27,13 @@ class Machinery:
 
 
 def forward(
-    task: Task, on: Machinery, dataset: Dataset[Any], ids: tuple[int, ...], epoch: int | str, seed: int
+    task: Task, on: Machinery, feeder: Feeder, ids: tuple[int, ...], epoch: int | str, seed: int
 ) -> tuple[Any, Any]:
     """The model's output for the samples ``ids`` and the samples themselves, on the group's device.
 
     Random numbers that the forward draws are keyed by ``seed``. Every rank must call it, as layouts communicate inside.
     """
-    samples = to_device(fetch(dataset, ids, task.collate, task.recipe.seed, epoch), on.group.device)
+    samples = to_device(feeder.get(ids, epoch), on.group.device)
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     dtype = COMPUTE[task.recipe.precision]
     seed_everything(seed)

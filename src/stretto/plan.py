@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from stretto.errors import PlanError, Refused, nearest
@@ -33,15 +33,18 @@ class Plan:
         dp: ranks that share the global batch.
         zero: 0 keeps weights, gradients and optimizer state whole on every rank; 3 shards all of them over ``dp``.
         microbatches: pieces in which a rank takes its share of a batch, one after the other.
+        loaders: processes of each rank that fetch and collate samples ahead of it; 0: the rank does so itself. Plans
+            that differ in nothing else are equal.
     """
 
     dp: int = 1
     zero: int = 0
     microbatches: int = 1
+    loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
         """Raises PlanError for a value that means nothing, Refused for one that isn't built yet."""
-        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1)):
+        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1), ("loaders", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
@@ -59,7 +62,7 @@ class Plan:
                 or a world size other than ``workers``.
         """
         given: dict[str, int] = {}
-        valid = tuple(field.name for field in dataclasses.fields(cls))
+        valid = tuple(each.name for each in dataclasses.fields(cls))
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -100,4 +103,5 @@ class Plan:
         parts = [f"dp={self.dp}"]
         parts += [f"zero={self.zero}"] if self.zero else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)

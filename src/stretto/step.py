@@ -16,13 +16,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch.utils.data import Dataset
 
 from stretto.data import (
     BatchHandle,
+    Feeder,
     Generators,
     Piece,
     cut,
@@ -120,12 +120,12 @@ class Stepper:
         self,
         task: Task,
         plan: Plan,
-        dataset: Dataset[Any],
+        feeder: Feeder,
         machinery: Machinery,
         observer: StepObserver | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._task, self._plan, self._dataset = task, plan, dataset
+        self._task, self._plan, self._feeder = task, plan, feeder
         self._on = machinery
         self._observer = observer or Onlooker()
         self._wants_stop = wants_stop
@@ -167,7 +167,7 @@ class Stepper:
     def _run(self, piece: Piece, batch: BatchHandle, sums: _Sums) -> None:
         """Forward and backward of one microbatch."""
         seed = derive_seed(self._task.recipe.seed, "forward", batch.step, piece.first)
-        output, samples = forward(self._task, self._on, self._dataset, piece.ids, batch.start.epoch, seed)
+        output, samples = forward(self._task, self._on, self._feeder, piece.ids, batch.start.epoch, seed)
         if self.draws is None:
             self.draws = drawn_since(seed, self._on.group.device)
         with computing(self._task.recipe.precision):

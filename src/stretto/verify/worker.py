@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from stretto.assemble import assemble, build_template, disassemble
 from stretto.comm.group import Group, Rendezvous
-from stretto.data import Position, Sampler
+from stretto.data import Feeder, Position, Sampler
 from stretto.errors import PlanError
 from stretto.launch import WorkerContext
 from stretto.launch.job import resolve
@@ -72,7 +72,8 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> RankFacts:
     witness = Witness(recorded, machinery, feed)
     witness.begin()
     dataset = WatchedDataset(prepared.dataset, feed)
-    stepper = Stepper(task, plan, dataset, machinery, witness)
+    feeder = Feeder(dataset, task.collate, task.recipe.seed)  # without loaders: it is watched in this process
+    stepper = Stepper(task, plan, feeder, machinery, witness)
     batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
     for batch in islice(batches, len(recorded.record.steps)):
         stepper.step(batch)
