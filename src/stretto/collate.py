@@ -34,8 +34,14 @@ def _culprit(values: Sequence[Any], path: str) -> str | None:
     empty = next((place for place, value in enumerate(values) if value is None), None)
     if empty is not None:
         return f"{path} is None in the {_nth(empty)} of {len(values)}"
+    for family in (torch.Tensor, Mapping, (tuple, list)):
+        stranger = next(
+            (value for value in values if isinstance(first, family) and not isinstance(value, family)), None
+        )
+        if stranger is not None:
+            return f"{path} is of type {type(first).__name__} here and {type(stranger).__name__} there"
     if isinstance(first, torch.Tensor):
-        return _different(path, "shapes", [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)])
+        return _different(path, "shapes", [tuple(value.shape) for value in values])
     if isinstance(first, Mapping):
         missing = next((f"{path}[{key!r}]" for key in first for value in values if key not in value), None)
         if missing:
@@ -54,7 +60,7 @@ def _culprit(values: Sequence[Any], path: str) -> str | None:
     elif isinstance(first, bool | int | float | str | bytes) or type(first).__module__ == "numpy":
         return None
     else:
-        return f"{path} is a {type(first).__name__}"
+        return f"{path} is of type {type(first).__name__}"
     return next((found for name, each in inside if (found := _culprit(each, name))), None)
 
 

@@ -41,9 +41,10 @@ def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str,
     totals: dict[str, torch.Tensor] = {}
     with evaluating(on.applied.module):
         for piece in _pieces(*cutting):
+            samples = feeder.get(piece.ids, "evaluate")
             with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
                 seed = derive_seed(recipe.seed, "evaluate", piece.first)
-                output, samples = forward(task, on, feeder, piece.ids, "evaluate", seed)
+                output, samples = forward(task, on, samples, seed)
             with computing(recipe.precision):
                 pairs = {"loss": task.loss(output, samples), **task.metrics(output, samples)}
             for name, (total, weight) in pairs.items():

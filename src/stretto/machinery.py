@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.comm.group import Group
-from stretto.data import Feeder, seed_everything, to_device
+from stretto.data import seed_everything, to_device
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.precision import COMPUTE, computing
 from stretto.sync import Sync
@@ -26,14 +26,12 @@ class Machinery:
     schedule: LRScheduler | None
 
 
-def forward(
-    task: Task, on: Machinery, feeder: Feeder, ids: tuple[int, ...], epoch: int | str, seed: int
-) -> tuple[Any, Any]:
-    """The model's output for the samples ``ids`` and the samples themselves, on the group's device.
+def forward(task: Task, on: Machinery, samples: Any, seed: int) -> tuple[Any, Any]:
+    """The model's output for collated samples and the samples themselves, on the group's device.
 
     Random numbers that the forward draws are keyed by ``seed``. Every rank must call it, as layouts communicate inside.
     """
-    samples = to_device(feeder.get(ids, epoch), on.group.device)
+    samples = to_device(samples, on.group.device)
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     dtype = COMPUTE[task.recipe.precision]
     seed_everything(seed)

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -159,15 +159,16 @@ class Stepper:
         self._on.applied.module.train()
         pieces = cut(batch.ids, self._plan.dp, self._plan.microbatches, self._on.group.rank)
         for piece in pieces:
+            samples = self._feeder.get(piece.ids, batch.start.epoch)  # out here: its errors are no lost peer's
             with self._on.sync.microbatch(last=piece is pieces[-1], ghost=piece.ghost):
-                self._run(piece, batch, sums)
+                self._run(piece, samples, batch.step, sums)
         self._on.sync.finish()
         return self._vote(batch.step, sums)
 
-    def _run(self, piece: Piece, batch: BatchHandle, sums: _Sums) -> None:
+    def _run(self, piece: Piece, samples: Any, step: int, sums: _Sums) -> None:
         """Forward and backward of one microbatch."""
-        seed = derive_seed(self._task.recipe.seed, "forward", batch.step, piece.first)
-        output, samples = forward(self._task, self._on, self._feeder, piece.ids, batch.start.epoch, seed)
+        seed = derive_seed(self._task.recipe.seed, "forward", step, piece.first)
+        output, samples = forward(self._task, self._on, samples, seed)
         if self.draws is None:
             self.draws = drawn_since(seed, self._on.group.device)
         with computing(self._task.recipe.precision):

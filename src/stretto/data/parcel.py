@@ -29,9 +29,10 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """How a plain tensor is told; anything else tells itself."""
-        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+        if not plain or value.requires_grad or value.__dict__:
             return NotImplemented
-        value = value.detach().resolve_conj().resolve_neg()
+        value = value.resolve_conj().resolve_neg()
         # By falling stride, so that a transposed or channels-last batch is laid out over there as it is here: kernels
         # may differ in the last bit between layouts.
         order = sorted(range(value.ndim), key=lambda dim: -value.stride(dim))
