@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+_LEAVES: Final = (str, bytes, int, float, type, type(None))  # the most frequent of those without an inside
 
 
 def to_device(tree: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:
@@ -23,19 +26,20 @@ def to_device(tree: Any, device: torch.device, floating: torch.dtype | None = No
     def walk(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
             return _moved(node, device, floating)
-        if isinstance(node, str | bytes | int | float | type | None):  # the most frequent, and without an inside
+        if isinstance(node, _LEAVES):
             return node
         if isinstance(node, PackedSequence):
             moved = _moved(node.data, device, floating)
             sequence: Any = node  # torch's types know only some ways to call it
             return node if moved is node.data else sequence.to(device=device, dtype=moved.dtype)
-        if isinstance(node, Mapping):
-            return _rebuilt(node, dict(node), walk, _mapping)
         if isinstance(node, list | tuple):
-            return _rebuilt(node, dict(enumerate(node)), walk, _sequence)
+            parts = [walk(value) for value in node]
+            return node if all(map(operator.is_, parts, node)) else _sequence(node, parts)
+        if isinstance(node, Mapping):
+            return _entries(node, node, walk, _mapping)
         if dataclasses.is_dataclass(node):
             values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-            return _rebuilt(node, values, walk, _dataclass)
+            return _entries(node, values, walk, _dataclass)
         # A dataset's objects are on the host, so there they are left alone: ``to`` may mean anything.
         return node.to(device) if device.type != "cpu" and callable(getattr(node, "to", None)) else node
 
@@ -51,13 +55,11 @@ def _moved(tensor: torch.Tensor, device: torch.device, floating: torch.dtype | N
     return moved
 
 
-def _rebuilt(
-    node: Any, values: dict[Any, Any], walk: Callable[[Any], Any], build: Callable[[Any, dict[Any, Any]], Any]
+def _entries(
+    node: Any, values: Mapping[Any, Any], walk: Callable[[Any], Any], build: Callable[[Any, dict[Any, Any]], Any]
 ) -> Any:
     walked = {key: walk(value) for key, value in values.items()}
-    if all(walked[key] is value for key, value in values.items()):
-        return node
-    return build(node, walked)
+    return node if all(map(operator.is_, walked.values(), values.values())) else build(node, walked)
 
 
 def _mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
@@ -73,8 +75,7 @@ def _mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return _as_type(node, values, values)
 
 
-def _sequence(node: Any, values: dict[Any, Any]) -> Any:
-    parts = list(values.values())
+def _sequence(node: Any, parts: list[Any]) -> Any:
     if hasattr(node, "_fields"):
         return type(node)._make(parts)
     return _as_type(node, parts, parts if isinstance(node, list) else tuple(parts))
