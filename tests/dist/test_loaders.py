@@ -115,13 +115,19 @@ def test_a_batch_of_many_types_is_the_same_on_every_plan_ci02_ci06(
 
 
 @pytest.mark.parametrize(
-    ("plan", "samples", "index"), [("dp=3,loaders=1", 10, 4.5), ("dp=2,loaders=1", 7, 3.0), ("dp=2,loaders=9", 1, 0.0)]
+    ("plan", "samples", "batch", "index"),
+    [
+        ("dp=3,loaders=1", 10, 4, 4.5),
+        ("dp=2,loaders=1", 7, 2, 3.0),
+        ("dp=2", 7, 7, 3.0),
+        ("dp=2,loaders=9", 1, 2, 0.0),
+    ],
 )
 def test_an_evaluation_is_the_mean_of_its_samples_da09_da11_da13(
-    starter: Starter, tmp_path: Path, plan: str, samples: int, index: float
+    starter: Starter, tmp_path: Path, plan: str, samples: int, batch: int, index: float
 ) -> None:
-    """Of whole numbers too, whose sum must not be cut; seven in batches of two end with one sample for two ranks."""
-    found = starter.good(tmp_path / "run", plan, val=samples, steps=1)["evaluation"]
+    """Of whole numbers too. Ranks hold 4 and 3 samples, or 1 and none; batches 4 and 2, or 2 and 1."""
+    found = starter.good(tmp_path / "run", plan, val=samples, batch=batch, steps=1)["evaluation"]
     assert (found["index"], found["one"]) == (index, 1.0)
 
 
