@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch.utils.data import Dataset
 
-from stretto.data import Generators, cut, derive_seed
+from stretto.data import Feeder, Generators, Piece, cut, derive_seed, to_device
 from stretto.errors import TaskError
-from stretto.machinery import Machinery, fetch_samples, forward
+from stretto.machinery import Machinery, forward
 from stretto.plan import Plan
 from stretto.precision import computing
 from stretto.task import Task
@@ -30,33 +29,31 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
         generators.restore()
 
 
-def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> dict[str, tuple[float, float]]:
-    """Totals (sum, weight) of the loss and of every metric over the whole dataset, exact on every plan.
+def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str, tuple[float, float]]:
+    """Totals (sum, weight) of the loss and of every metric over the whole split, exact on every plan.
 
-    The dataset is cut into global batches and these over the ranks, like training; nothing is padded, dropped or
+    The split is cut into global batches and these over the ranks, like training; nothing is padded, dropped or
     counted twice. Every rank must call it; all get the same totals.
     """
     recipe = task.recipe
-    size = recipe.eval_batch or recipe.batch
+    cutting = (len(feeder), recipe.eval_batch or recipe.batch, plan.dp, on.group.rank)
+    feeder.expect((piece.ids, "evaluate") for piece in _pieces(*cutting))
     totals: dict[str, torch.Tensor] = {}
     terms: dict[str, None] = {}
     on.applied.refresh()
     with evaluating(on.applied.module):
-        for first in range(0, len(dataset), size):  # type: ignore[arg-type]
-            ids = range(first, min(first + size, len(dataset)))  # type: ignore[arg-type]
-            for piece in cut(ids, plan.dp, 1, on.group.rank):
-                with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
-                    seed = derive_seed(recipe.seed, "evaluate", first + piece.first)
-                    samples = fetch_samples(task, on, dataset, piece.ids, "evaluate")
-                    output = forward(task, on, samples, seed)
-                with computing(recipe.precision, on.group.device.type):
-                    losses = task.losses(output, samples)
-                    terms |= dict.fromkeys(losses)
-                    pairs = {**losses, **task.metrics(output, samples)}
-                for name, (total, weight) in pairs.items():
-                    into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
-                    if not piece.ghost:
-                        into += torch.stack([total.double().cpu(), weight.double().cpu()])
+        for piece in _pieces(*cutting):
+            samples = to_device(feeder.get(piece.ids, "evaluate"), on.group.device)
+            with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
+                output = forward(task, on, samples, derive_seed(recipe.seed, "evaluate", piece.first))
+            with computing(recipe.precision, on.group.device.type):
+                losses = task.losses(output, samples)
+                terms |= dict.fromkeys(losses)
+                pairs = {**losses, **task.metrics(output, samples)}
+            for name, (total, weight) in pairs.items():
+                into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
+                if not piece.ghost:
+                    into += torch.stack([total.double().cpu(), weight.double().cpu()])
     names = list(dict.fromkeys(name for found in on.group.gather_json(list(totals)) for name in found))
     if not names:
         raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
@@ -68,3 +65,10 @@ def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> di
         return found
     means = [found[name][0] / found[name][1] for name in terms if found[name][1]]
     return {"loss": (sum(means), 1.0 if means else 0.0), **found}
+
+
+def _pieces(length: int, size: int, num_ranks: int, rank: int) -> Iterator[Piece]:
+    """What a rank evaluates, in order; ``first`` counts in the whole split."""
+    for start in range(0, length, size):
+        for piece in cut(range(start, min(start + size, length)), num_ranks, 1, rank):
+            yield replace(piece, first=start + piece.first)

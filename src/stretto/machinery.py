@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
 from stretto.comm.group import Group
-from stretto.data import fetch, seed_everything, to_device
+from stretto.data import seed_everything, to_device
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.precision import COMPUTE, computing, widen
 from stretto.sync import Sync
@@ -30,11 +29,6 @@ class Machinery:
     optimizer: BoundOptimizer
     schedule: LRScheduler | None
     note: str = ""
-
-
-def fetch_samples(task: Task, on: Machinery, dataset: Dataset[Any], ids: tuple[int, ...], epoch: int | str) -> Any:
-    """The collated samples ``ids``, on the group's device."""
-    return to_device(fetch(dataset, ids, task.collate, task.recipe.seed, epoch), on.group.device)
 
 
 def forward(task: Task, on: Machinery, samples: Any, seed: int) -> Any:

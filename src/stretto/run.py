@@ -13,13 +13,24 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile, tee
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import assemble, disassemble, fitting, load_data
+from stretto.assemble import assemble, disassemble, fitting, open_data
 from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, pack, snapshot_slices, unpack
 from stretto.comm.group import Group
-from stretto.data import BatchHandle, Generators, Position, Sampler, cut, derive_seed, seed_everything
+from stretto.data import (
+    BatchHandle,
+    Generators,
+    Piece,
+    Position,
+    Sampler,
+    cut,
+    derive_seed,
+    resumed_position,
+    seed_everything,
+)
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
 from stretto.errors import CheckpointError, PeerLost, UserError, nearest
 from stretto.evaluation import evaluate
@@ -97,15 +108,16 @@ class Run:
         self.state: dict[str, Any] = {}
         self._options, self._context, self._group = options, context, group
         self._began = time.perf_counter()
-        self._data = load_data(self.task)
+        self._data = open_data(self.task, self.plan, group)
         source = fitting(prepared.template, prepared.checkpoint)
         self._on = assemble(self.task, self.plan, prepared.template, group, source)
         self._progress = _Progress()
+        self._notes: list[str | None] = []
         self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
-        self._notes = [self._on.note, *_told(prepared.template, self.recipe.precision)]
+        self._notes += [self._on.note, *_told(prepared.template, self.recipe.precision)]
         prepared.template.release()
         self._saved = self._progress.step
         self._evaluated: tuple[int, dict[str, float]] | None = None
@@ -116,15 +128,9 @@ class Run:
     def _open_files(self) -> None:
         member, speaks = self._context.member, self._group.rank == 0
         self._say: Callable[[dict[str, Any]], None] = self._context.control.send if speaks else _silent
-        samples = len(self._data["train"])
         if speaks:
-            start = Start(
-                self._options.attempt,
-                self._context.epoch.members,
-                self._progress.step,
-                samples,
-                str(self.plan),
-            )
+            samples, members = len(self._data["train"]), self._context.epoch.members
+            start = Start(self._options.attempt, members, self._progress.step, samples, str(self.plan))
             record_start(self.folder, start)
         self._events = EventLog(self.folder, member)
         self._ledger = LedgerWriter(self.folder, member, self._options.attempt)
@@ -166,9 +172,14 @@ class Run:
             UserError: the loop asked for the next batch without having stepped the last one.
         """
         train = self._data["train"]
-        sampler = Sampler(len(train), self.recipe.batch, self.recipe.seed)
-        for batch in sampler.batches(self._progress.step + 1, self._progress.position):
-            if self._stopping or batch.step > self._last_step():
+        endless = Sampler(len(train), self.recipe.batch, self.recipe.seed).batches(
+            self._progress.step + 1, self._progress.position
+        )
+        left, ahead = tee(takewhile(lambda batch: batch.step <= self._last_step(), endless))
+        train.expect((piece.ids, batch.start.epoch) for batch in ahead for piece in self._cut(batch))
+        del ahead  # nor would tee ever let go of a batch
+        for batch in left:
+            if self._stopping:
                 return
             yield batch
             if self._progress.step != batch.step:
@@ -177,6 +188,9 @@ class Run:
                 )
             if self.recipe.save_every and batch.step % self.recipe.save_every == 0:
                 self.save()
+
+    def _cut(self, batch: BatchHandle) -> tuple[Piece, ...]:
+        return cut(batch.ids, self.plan.dp, self.plan.microbatches, self._group.rank)
 
     def _last_step(self) -> int:
         return min(self.recipe.steps, self._options.stop_after or self.recipe.steps)
@@ -221,8 +235,7 @@ class Run:
         self._told_draws = True
 
     def _record(self, batch: BatchHandle, outcome: StepOutcome) -> None:
-        pieces = cut(batch.ids, self.plan.dp, self.plan.microbatches, self._group.rank)
-        own = [index for piece in pieces if not piece.ghost for index in piece.ids]
+        own = [index for piece in self._cut(batch) if not piece.ghost for index in piece.ids]
         self._ledger.commit(batch.step, batch.start.epoch, batch.start.offset, batch.end.offset, own)
         event = {
             "step": outcome.step,
@@ -317,6 +330,7 @@ class Run:
             "scalars": self._on.optimizer.scalars(),
             "state": _json_only(self.state, "run.state"),
             "plan": str(self.plan),
+            "lengths": {split: len(feeder) for split, feeder in self._data.items()},
         }
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -330,7 +344,8 @@ class Run:
             self._stepper.scale = LossScale(**kept)
         Generators.from_json(meta["generators"]).restore()
         self.state = meta["state"]
-        position = Position(meta["position"]["epoch"], meta["position"]["offset"])
+        position, note = resumed_position(checkpoint.step, meta, len(self._data["train"]))
+        self._notes.append(note)
         self._progress = _Progress(checkpoint.step, position, meta["samples"], meta["loss"], meta["skipped"])
 
     def _committed(self, step: int, path: Path) -> None:
@@ -374,6 +389,7 @@ class Run:
         atexit.unregister(self._leave)
         self._events.close()
         self._ledger.close()
+        self._data["train"].close()
         self._group.barrier()
         disassemble(self._on)
 

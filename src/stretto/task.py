@@ -182,9 +182,9 @@ class Task:
         """One batch from a list of samples; torch's ``default_collate`` unless the task has its own."""
         if self.has("collate"):
             return self._call("collate", samples)
-        from torch.utils.data import default_collate
+        from stretto.collate import collate
 
-        return default_collate(samples)
+        return collate(samples)
 
     def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Pairs (sum, weight) by name; empty where the task has none."""
@@ -233,7 +233,10 @@ def check_pair(value: Any, where: str) -> Pair:
 
 
 def default_inputs(batch: Any, forward: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a pair (x, y) the x; of a mapping what ``forward`` names, without targets, never by ``**kwargs``."""
+    """Of a pair (x, y) the x; of a mapping what ``forward`` names, without targets, never by ``**kwargs``; of a
+    dataclass likewise, by its fields' names."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, Mapping):
+        batch = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
         named = [
             name
@@ -259,7 +262,8 @@ def default_inputs(batch: Any, forward: Callable[..., Any]) -> tuple[tuple[Any, 
 def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(value, Mapping):
         return (), dict(value)
-    return (tuple(value), {}) if isinstance(value, tuple) else ((value,), {})
+    # Only a plain tuple is a list of arguments: a named tuple, such as a PackedSequence, is one of them.
+    return (value, {}) if type(value) is tuple else ((value,), {})
 
 
 def load_task(source: str | Path | ModuleType | Any, sets: Mapping[str, str | Any] | None = None) -> Task:

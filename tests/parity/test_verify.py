@@ -159,9 +159,10 @@ def one(report: VerifyReport) -> PlanReport:
 
 
 def test_plans_are_refused_with_their_reasons(launcher: LocalLauncher) -> None:
-    report = prove(launcher, "digits", ("dp=2,microbatches=2", "tp=2", "dp=1"), {})
-    split, later, plain = report.plans
-    assert [plan.status for plan in report.plans] == ["refused", "refused", "passed"]
+    report = prove(launcher, "digits", ("dp=2,microbatches=2", "tp=2", "dp=1", "dp=1,loaders=2"), {})
+    split, later, plain, loaded = report.plans
+    assert [plan.status for plan in report.plans] == ["refused", "refused", "passed", "passed"]
+    assert loaded.reason == "loaders=2 took no part: verify watches each worker fetch its samples itself"
     assert "BatchNorm" in (split.reason or "") and "microbatches=1" in (split.reason or "")
     assert "not built yet" in (later.reason or "")
     assert plain.reason is None

@@ -30,7 +30,7 @@ STRATEGIES = ("parallel", "sync", "wire")
 PURE = ("planner", "schedule", "graph")
 GROUND = (
     *("state", "comm", "data", "observe", "runfolder"),
-    *("losses", "probes", "task", "recipe", "plan", "cluster", "mesh", "precision", "errors"),
+    *("losses", "probes", "task", "collate", "recipe", "plan", "cluster", "mesh", "precision", "errors"),
 )
 # The package itself ("stretto", its __init__) stands above all: it is the list of names that users import.
 ORDER = ("stretto", "__main__", "cli", *FACES, *INSTRUMENTS, *ENGINE, *STRATEGIES, *PURE, *GROUND)
