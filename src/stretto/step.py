@@ -37,6 +37,7 @@ from stretto.sync import Sync
 from stretto.task import Task
 
 MAX_ATTEMPTS = 3
+NOT_FINITE = "the gradient is not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,5 +253,5 @@ def _why_skip(weight: float, norm: float) -> str | None:
     if weight == 0:
         return "the batch has no weight"
     if not math.isfinite(norm):
-        return "the gradient is not finite"
+        return NOT_FINITE
     return None

@@ -265,7 +265,7 @@ class RunningJob:
             log = self._job.log_of(member)
             if log is not None and worker.last_word is not None and worker.last_word["kind"] == "failed":
                 with suppress(OSError), log.open("a") as file:  # a full disk must not hide the failure itself
-                    file.write(worker.last_word["text"] + "\n")
+                    file.write(worker.last_word["whole"] + "\n")
 
 
 def _print(text: str) -> None:
