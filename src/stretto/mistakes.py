@@ -27,9 +27,7 @@ def users_frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def in_one_line(
-    error: Exception, function: str, arguments: tuple[Any, ...], given: Mapping[str, Any]
-) -> str | None:
+def in_one_line(error: Exception, function: str, arguments: tuple[Any, ...], given: Mapping[str, Any]) -> str | None:
     """What a task's ``function(*arguments)`` did wrong, where one line says all that its traceback would; else None.
 
     Args:

@@ -32,6 +32,7 @@ from stretto.skips import SkipWatch
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
 from stretto.task import Task
+from stretto.weights import weight_names
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Run:
         self._options, self._context, self._group = options, context, group
         self._began = time.perf_counter()
         self._data = load_data(self.task)
+        self._weight_names = weight_names(prepared.template.structure)
         source = fitting(prepared.template, prepared.checkpoint)
         self._on = assemble(self.task, self.plan, prepared.template, group, source)
         self._progress, self._skips = _Progress(), SkipWatch()
@@ -313,6 +315,7 @@ class Run:
             "scalars": self._on.optimizer.scalars(),
             "state": _json_only(self.state, "run.state"),
             "plan": str(self.plan),
+            "weights": self._weight_names,
         }
 
     def _resume(self, checkpoint: Checkpoint) -> None:

@@ -23,7 +23,8 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "stretto"
 FACES = ("dashboard", "report", "serve", "search", "compress", "pool", "submit")
 INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
-    *("script", "preload", "training", "order", "loop", "run", "assemble", "skips", "step", "evaluation", "machinery"),
+    *("script", "preload", "training", "order", "loop", "run", "weights", "assemble", "skips", "step", "evaluation"),
+    "machinery",
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")

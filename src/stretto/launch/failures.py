@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stretto.elastic.failure import Failure
-from stretto.errors import PeerLost, UserError, one_line
+from stretto.errors import LaunchError, PeerLost, UserError, one_line
+from stretto.launch.limits import out_of_files
 from stretto.mistakes import users_frames
 
 
@@ -20,6 +21,8 @@ def describe(error: BaseException, coordinates: str = "") -> dict[str, Any]:
         user, text, code = True, one_line(error), error.exit_code
     elif isinstance(error, SystemExit):
         user, text, code = False, *_of_exit(error)
+    elif (line := out_of_files(error)) is not None:
+        user, text, code, whole = True, line, LaunchError.exit_code, _formatted(error)
     else:
         user, code = False, 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         whole = _formatted(_without_our_frames(error))

@@ -16,6 +16,7 @@ from stretto.elastic.coordinator import Coordinator, Graces
 from stretto.elastic.policy import Policy, StopOnFailure
 from stretto.launch.interrupts import Interrupts
 from stretto.launch.job import Job, JobResult
+from stretto.launch.limits import check_open_files
 from stretto.launch.running import RunningJob
 
 _CLOSE_SECONDS = 5.0
@@ -111,8 +112,9 @@ class LocalLauncher:
             on_output: called with what the lowest rank prints, where the job has a ``log_dir``; default: print it.
 
         Raises:
-            LaunchError: the fork server could not do its work.
+            LaunchError: the fork server could not do its work, or each worker could open too few files.
         """
+        check_open_files(job.num_workers)
         with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             coordinator = Coordinator(
                 job.num_workers,

@@ -15,6 +15,7 @@ from stretto.comm.framed import Channel, Message, channel_pair
 from stretto.elastic.coordinator import (
     Announce,
     AskToStop,
+    AtSafePoint,
     Break,
     Command,
     Coordinator,
@@ -157,6 +158,8 @@ class RunningJob:
         for message in worker.channel.receive_ready():
             match message["kind"]:
                 case "event":
+                    if message["event"].get("kind") == "stopping":
+                        self._feed(AtSafePoint())
                     self._on_event(member, message["event"])
                 case "joined":
                     self._feed(Joined(member))
