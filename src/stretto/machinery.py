@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from stretto.comm.group import Group
 from stretto.data import fetch, seed_everything, to_device
+from stretto.mistakes import whole_parameters_only
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.precision import COMPUTE, computing
 from stretto.sync import Sync
@@ -38,7 +39,7 @@ def forward(
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     dtype = COMPUTE[task.recipe.precision]
     seed_everything(seed)
-    with computing(task.recipe.precision):
+    with computing(task.recipe.precision), whole_parameters_only():
         output = on.applied.module(
             *to_device(arguments, on.group.device, dtype), **to_device(keywords, on.group.device, dtype)
         )

@@ -7,11 +7,12 @@ import linecache
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from stretto.errors import UserError, nearest, one_line
+from stretto.errors import Refused, UserError, nearest, one_line
 
 FACTORIES: Final = frozenset({"model", "data", "optimizer", "schedule"})
 
@@ -45,6 +46,26 @@ def in_one_line(error: Exception, function: str, arguments: tuple[Any, ...], giv
         problem = f"{type(error).__name__}: {one_line(error)} ({_place(frames[0])})"
         return f"task: {function}() does not work with {told}: {problem}"
     return None
+
+
+@contextmanager
+def whole_parameters_only() -> Iterator[None]:
+    """Surrounds a model's forward. Torch's word on a parameter that lies there in shards is about its own types.
+
+    Raises:
+        Refused: the model reads a parameter outside of the module that it belongs to.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        *_, last = (None, *users_frames(error.__traceback__))
+        place = f" ({_place(last)})" if last is not None else ""
+        raise Refused(
+            f"plan: the model reads a parameter without calling the module that it belongs to{place}, and so gets a "
+            "shard of it; call that module, or use zero=0"
+        ) from error
 
 
 def missing_module(error: ModuleNotFoundError) -> str:

@@ -7,6 +7,7 @@ the others are listed in the file's metadata, and :func:`load_weights` gives the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def export_weights(checkpoint: Checkpoint, path: Path) -> Exported:
             os.fsync(file.fileno())
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
     return Exported(path, checkpoint.step, len(tensors), weights["aliases"], encoded.num_bytes)
 
