@@ -168,7 +168,12 @@ MISTAKES = (
     # ---- no data
     (changed("return Rows(points, y)", "Rows(points, y)"), "dp=1", {}, "task: data() returned None; it must return a"),
     (GOOD, "dp=2", {"points": "0"}, "the training dataset is empty; data() must return at least one sample"),
-    (GOOD, "dp=2", {"y": ".inf"}, "steps 1 to 4 were all skipped, as the gradient is not finite; the loss of step 1 is"),
+    (
+        GOOD,
+        "dp=2",
+        {"y": ".inf"},
+        "steps 1 to 4 were all skipped, as the gradient is not finite; the loss of step 1 is",
+    ),
     # ---- wrong file
     ("print('no task')\n", "dp=1", {}, "missing the function(s) model(), data(), loss(), optimizer(), recipe()"),
     ("import not_installed\n", "dp=1", {}, "task.py, line 1: No module named 'not_installed'; install it, or put it"),
@@ -177,9 +182,7 @@ MISTAKES = (
 
 
 @pytest.mark.parametrize(("text", "plan", "sets", "says"), MISTAKES)
-def test_a_mistake_costs_one_line(
-    newcomer: Newcomer, text: str, plan: str, sets: dict[str, str], says: str
-) -> None:
+def test_a_mistake_costs_one_line(newcomer: Newcomer, text: str, plan: str, sets: dict[str, str], says: str) -> None:
     began = time.monotonic()
     line = newcomer.trains(text, plan, **sets).line()
     assert line.startswith("stretto: ") and says in line

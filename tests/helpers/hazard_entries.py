@@ -17,7 +17,7 @@ WIDTH = 3000  # more than fits into what the system hands on in one piece
 
 
 def talkative(payload: Payload, context: WorkerContext) -> None:
-    """Every rank prints many long lines at once; then rank 2 fails, a little later rank 1, and the others hear of it."""
+    """Every rank prints many long lines at once; then rank 2 fails, a little later rank 1; the others hear of it."""
     broken = threading.Event()
     context.control.on_break(broken.set)
     for number in range(LINES):

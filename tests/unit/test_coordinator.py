@@ -97,7 +97,7 @@ def test_the_ladder_has_an_end_even_if_a_process_has_none() -> None:
     assert coordinator.handle(GraceOver()) == [Finish(7, bad("m1", code=7))]
 
 
-def test_the_first_failure_is_the_cause_and_consequences_are_set_aside() -> None:
+def test_the_first_failure_is_the_cause_and_consequences_are_set_aside_la08() -> None:
     coordinator = started(3)
     coordinator.handle(Ended("m1", 1, bad("m1", 1.0, consequence=True)))
     coordinator.handle(Ended("m3", 3, bad("m3", 3.0, code=3)))

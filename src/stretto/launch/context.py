@@ -140,8 +140,9 @@ def check_interface() -> None:
     named, available = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
     for name in filter(None, named.split(",")):
         if name not in available:
+            there = ", ".join(available)
             raise LaunchError(
-                f"GLOO_SOCKET_IFNAME: no interface {name!r}{nearest(name, available)}; available: {', '.join(available)}"
+                f"GLOO_SOCKET_IFNAME: no interface {name!r}{nearest(name, available)}; available: {there}"
             )
 
 

@@ -114,8 +114,8 @@ class LocalLauncher:
             on_output: called with what the lowest rank prints, where the job has a ``log_dir``; default: print it.
 
         Raises:
-            LaunchError: the fork server could not do its work, each worker could open too few files, or there is no interface
-                of the name that ``GLOO_SOCKET_IFNAME`` gives.
+            LaunchError: the fork server could not do its work, each worker could open too few files, or there is no
+                interface of the name that ``GLOO_SOCKET_IFNAME`` gives.
         """
         check_open_files(job.num_workers)
         check_interface()
