@@ -102,7 +102,9 @@ def test_each_file_is_written_by_one_rank_and_appears_by_a_rename_re06(starter: 
     lines = re.compile(r"/(events|ledger)/(member-m\d+|starts)\.jsonl$|/logs/member-m\d+\.log$")
     aside = re.compile(r"/\.step-\d+\.partial-[^/]+/|/\.summary\.json\.\d+$")
     assert [path for path in paths if not lines.search(path) and not aside.search(path)] == []
-    to = {Path(pair[1]).name for rank in found for pair in rank["renamed"]}
+    renamed = [target for rank in found for target in {pair[1] for pair in rank["renamed"]}]
+    assert len(renamed) == len(set(renamed)), "two ranks gave one file its name"
+    to = {Path(target).name for target in renamed}
     assert {"step-00000002", "step-00000004", "manifest.json", "summary.json"} <= to
 
 

@@ -71,6 +71,9 @@ def test_a_task_that_changed_is_told_with_the_difference_and_one_that_is_gone_is
     assert "beside/task.py is gone; using the copy that the run keeps, moved/task.py" in out
     assert "steps 5 to 6 in" in out and "everything is in moved" in out
     assert audit(tmp_path / "moved").ok
+    told = json.loads(good(tmp_path, "export", "moved", "--out", "line.safetensors", "--json"))
+    assert (told["step"], told["tensors"], told["aliases"]) == (6, 4, {})
+    assert (tmp_path / "line.safetensors").stat().st_size == told["bytes"]
 
 
 def test_what_a_killed_run_left_behind_is_no_hindrance_la14(tmp_path: Path) -> None:

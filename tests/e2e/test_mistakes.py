@@ -294,7 +294,8 @@ def test_a_ctrl_c_at_once_costs_one_line(tmp_path: Path, when: str) -> None:
     (tmp_path / "task.py").write_text(text)
     process = command(tmp_path, "train", "task.py", "--workers", "2", "--run", "run")
     if when == "loading":
-        time.sleep(0.1)
+        while "_yaml" not in Path(f"/proc/{process.pid}/maps").read_text():  # a library that the command loads
+            time.sleep(0.001)
     elif when == "importing":
         assert process.stdout is not None
         assert process.stdout.readline() == "starting 2 workers ...\n"

@@ -13,44 +13,33 @@ INTERRUPTED_EXIT_CODE = 130
 # Only what Python itself has loaded by now is imported above: a Ctrl-C that comes before main() ends in a traceback.
 
 
-class _Interrupt:
-    """What a Ctrl-C does outside a job: while modules are loaded, from which it would come out as any error, it ends
-    the process at once; afterwards it is a KeyboardInterrupt, so that what was begun is cleared away."""
-
-    def __init__(self) -> None:
-        self.loading = True
-        self.came = False
-
-    def __call__(self, number: int, frame: object) -> None:
-        if self.loading:
-            os.write(2, b"stretto: interrupted\n")
-            os._exit(INTERRUPTED_EXIT_CODE)
-        self.came = True
-        raise KeyboardInterrupt
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 2 for a user's mistake, 130 after Ctrl-C, else the command's own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    interrupt = _Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        return _run(given, interrupt)
+        return _run(given)
+    interrupted = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        code = _run(given, interrupt)
-    except BaseException:
-        if not interrupt.came:
+        code = _run(given)
+    except BaseException:  # modules that are being loaded make other errors of it
+        if not interrupted:
             raise
     finally:
         signal.signal(signal.SIGINT, before)
-    return _mistake("interrupted", INTERRUPTED_EXIT_CODE) if interrupt.came else code
+    return _mistake("interrupted", INTERRUPTED_EXIT_CODE) if interrupted else code
 
 
-def _run(given: list[str], interrupt: _Interrupt) -> int:
+def _run(given: list[str]) -> int:
     from stretto.cli.app import app
     from stretto.errors import UserError, one_line
 
-    interrupt.loading = False
     try:
         code = app(given, prog_name="stretto", standalone_mode=False)
     except UserError as error:
