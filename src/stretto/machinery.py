@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.comm.group import Group
 from stretto.data import seed_everything, to_device
+from stretto.mistakes import whole_parameters_only
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.precision import COMPUTE, computing, widen
 from stretto.sync import Sync
@@ -39,7 +40,7 @@ def forward(task: Task, on: Machinery, samples: Any, seed: int) -> Any:
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     dtype = COMPUTE[task.recipe.precision]
     seed_everything(seed)
-    with computing(task.recipe.precision, on.group.device.type):
+    with computing(task.recipe.precision, on.group.device.type), whole_parameters_only():
         output = on.applied.module(
             *to_device(arguments, on.group.device, dtype), **to_device(keywords, on.group.device, dtype)
         )

@@ -40,9 +40,11 @@ from stretto.parallel import Template
 from stretto.plan import Plan
 from stretto.precision import LossScale
 from stretto.runfolder import write_summary
+from stretto.skips import SkipWatch
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
 from stretto.task import Task
+from stretto.weights import weight_names
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,10 @@ class Run:
         self._options, self._context, self._group = options, context, group
         self._began = time.perf_counter()
         self._data = open_data(self.task, self.plan, group)
+        self._weight_names = weight_names(prepared.template.structure)
         source = fitting(prepared.template, prepared.checkpoint)
         self._on = assemble(self.task, self.plan, prepared.template, group, source)
-        self._progress = _Progress()
+        self._progress, self._skips = _Progress(), SkipWatch()
         self._notes: list[str | None] = []
         self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
@@ -199,7 +202,7 @@ class Run:
         """Commits one global batch on all workers; ``outcome.loss`` is the global mean.
 
         Raises:
-            UserError: ``batch`` is not the next one.
+            UserError: ``batch`` is not the next one, or the gradient has not been finite for 50 steps in a row.
             PeerLost: another worker is gone.
         """
         if batch.step != self._progress.step + 1:
@@ -218,6 +221,7 @@ class Run:
         self._progress.skipped += outcome.skipped is not None
         self._stopping = outcome.stopping
         self._record(batch, outcome)
+        self._skips.see(outcome)
         if outcome.stopping:
             self._say({"kind": "stopping", "step": outcome.step})
         return outcome
@@ -331,6 +335,7 @@ class Run:
             "state": _json_only(self.state, "run.state"),
             "plan": str(self.plan),
             "lengths": {split: len(feeder) for split, feeder in self._data.items()},
+            "weights": self._weight_names,
         }
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -356,8 +361,13 @@ class Run:
 
         Returns:
             The summary, the same on every worker but for its wall time.
+
+        Raises:
+            UserError: the run is at its end, and no step of this start had a finite gradient.
         """
         ended = self._progress.step >= self.recipe.steps
+        if ended:
+            self._skips.at_end()
         if ended and "val" in self._data and (self._evaluated is None or self._evaluated[0] != self._progress.step):
             self.evaluate()
         if self._saved != self._progress.step:

@@ -40,6 +40,7 @@ from stretto.task import Task
 from stretto.terms import Terms
 
 MAX_ATTEMPTS = 3
+NOT_FINITE = "the gradient is not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +278,7 @@ class Stepper:
         if math.isfinite(norm):
             return None
         if decision.not_finite:
-            return f"the gradient is not finite: neither is the loss on {decision.not_finite}"
+            return f"{NOT_FINITE}: neither is the loss on {decision.not_finite}"
         if self.scale is not None:
-            return f"the gradient overflowed at the loss scale {self.scale.scale:g}; the next step's is half"
-        return "the gradient is not finite"
+            return f"{NOT_FINITE} at the loss scale {self.scale.scale:g}; the next step's is half"
+        return NOT_FINITE

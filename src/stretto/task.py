@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from stretto.errors import RecipeError, TaskError, nearest, one_line
+from stretto.mistakes import in_one_line
 from stretto.recipe import Recipe
+from stretto.taskfile import import_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,8 +40,6 @@ TARGET_NAMES: Final = frozenset({"label", "labels", "target", "targets", "weight
 
 
 Pair = tuple["Tensor", "Tensor"]  # a sum and its weight
-
-_loading: ContextVar[Path | None] = ContextVar("stretto_loading", default=None)
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,13 @@ class Task:
     def _call(self, function: str, *arguments: Any) -> Any:
         call = self.functions[function]
         names = _setting_names(call, dict((*REQUIRED, *OPTIONAL))[function])
-        return call(*arguments, **{name: self.settings[name].value for name in names})
+        try:
+            return call(*arguments, **{name: self.settings[name].value for name in names})
+        except Exception as error:
+            given = {name: self.settings[name].value for name in names if self.settings[name].origin == "--set"}
+            if (line := in_one_line(error, function, arguments, given)) is not None:
+                raise TaskError(line) from error
+            raise
 
     def has(self, function: str) -> bool:
         """Whether the task defines ``function``."""
@@ -114,6 +117,8 @@ class Task:
     def data(self) -> dict[str, Dataset[Any]]:
         """The datasets by split, ``train`` among them. Raises TaskError for what is no map-style dataset."""
         found = self._call("data")
+        if found is None:
+            raise TaskError("task: data() returned None; it must return a dataset, or {'train': ..., 'val': ...}")
         splits = dict(found) if isinstance(found, Mapping) else {"train": found}
         if "train" not in splits:
             raise TaskError(f"task: data() returned the splits {sorted(splits)}; one must be named 'train'")
@@ -159,6 +164,11 @@ class Task:
         made = self._call("optimizer", params)
         if not isinstance(made, Optimizer):
             raise TaskError(f"task: optimizer() must return a torch.optim.Optimizer, got {type(made).__name__}")
+        if any(each.default is each.empty for each in inspect.signature(made.step).parameters.values()):
+            raise TaskError(
+                f"task: optimizer() returned {type(made).__name__}, whose step() must be given a closure that runs the "
+                "model again; a step here is one batch, so use an optimizer without (SGD, AdamW, ...)"
+            )
         return made
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -277,7 +287,7 @@ def load_task(source: str | Path | ModuleType | Any, sets: Mapping[str, str | An
         TaskError: no such file, no such function, a misspelt setting (the nearest is offered), a value of another type.
     """
     path = resolve_task_path(source) if isinstance(source, str | Path) else None
-    holder = _import_file(path) if path is not None else source
+    holder = import_file(path) if path is not None else source
     functions = {}
     for name, _ in (*REQUIRED, *OPTIONAL):
         if callable(found := getattr(holder, name, None)):
@@ -304,31 +314,6 @@ def resolve_task_path(source: str | Path) -> Path:
     if path.suffix != ".py":
         raise TaskError(f"task: {path} is no Python file; expected TASK.py, or a folder that holds task.py")
     return path.resolve()
-
-
-def task_being_loaded() -> Path | None:
-    """The task file that is being imported at this moment, or None."""
-    return _loading.get()
-
-
-def _import_file(path: Path) -> ModuleType:
-    folder = str(path.parent)
-    if folder not in sys.path:  # so that a task may import what lies beside it
-        sys.path.insert(0, folder)
-    name = f"stretto_task_{path.parent.name}_{path.stem}".replace("-", "_").replace(".", "_")
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise TaskError(f"task: {path} can't be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    token = _loading.set(path)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise TaskError(f"task: {path}, line {error.lineno}: {error.msg}") from error
-    finally:
-        _loading.reset(token)
-    return module
 
 
 def _setting_names(function: Callable[..., Any], positional: int) -> list[str]:
@@ -390,6 +375,8 @@ def _typed(key: str, given: Any, default: Any) -> Any:
         value = yaml.safe_load(given) if isinstance(given, str) and not isinstance(default, str) else given
     except yaml.YAMLError as error:
         raise TaskError(f"--set {key}={given}: {one_line(error)}") from error
+    if not isinstance(default, str) and str(value).lower().lstrip(".+-") == "nan":
+        raise TaskError(f"--set {key}={given}: nan is no number to compute with; give another value")
     if value is None or default is inspect.Parameter.empty:
         return value
     number_as_text = default is None and isinstance(value, str)

@@ -263,6 +263,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     [
         (("train", "lines.py"), "task: no file lines.py; did you mean 'line.py'?"),
         (("train", "full"), "the folder full holds no task.py"),
+        (("train", "full/letter.txt"), "full/letter.txt is no Python file; expected TASK.py, or a folder that holds"),
         (("train", "."), "the folder . holds no task.py; there is line.py"),
         (("train", "fulll/task.py"), "no folder fulll; did you mean 'full'?"),
         (("train", "line.py", "--plan", "pd=2"), "unknown key 'pd'; valid: dp, zero, microbatches, loaders; did you"),
@@ -280,6 +281,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (("resume", "unsaved"), "unsaved holds no checkpoint to go on from"),
         (("resume", "unsavd"), "unsavd is no run folder: it holds no resolved.yaml; did you mean 'unsaved'?"),
         (("run", "lin.py"), "no script lin.py; did you mean 'line.py'?"),
+        (("resume", "unsaved", "--set", "lr=1"), "--set lr: this run has no such setting"),
+        (("export", "full"), "full is no run folder"),
+        (("export", "unsaved"), "no checkpoint in unsaved/checkpoints"),
         (("audit", "full"), "full holds no ledger"),
         (("verify", "lin.py", "--plan", "dp=2"), "did you mean 'line.py'?"),
     ],

@@ -229,7 +229,7 @@ def test_a_member_that_does_not_come_is_named_and_nothing_stays(tmp_path: Path) 
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_a_checkpoint_appears_by_one_rename(tmp_path: Path) -> None:
+def test_a_checkpoint_appears_by_one_rename_re18(tmp_path: Path) -> None:
     """Of all that Python asks of the system in a save, one rename touches the checkpoint's own name."""
     touched: list[tuple[str, ...]] = []
     watching = True
