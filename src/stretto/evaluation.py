@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
@@ -16,13 +16,14 @@ from stretto.comm.group import Group
 from stretto.data import Generators, cut, derive_seed
 from stretto.errors import TaskError
 from stretto.machinery import Machinery, forward
-from stretto.metrics import Metric, Total
 from stretto.plan import Plan
 from stretto.precision import computing
 from stretto.task import Task
 
+if TYPE_CHECKING:
+    from stretto.metrics import Metric, Total
+
 Form = list[Any]  # ["pair", shape of the sum, shape of the weight] or ["rows", shape of a row, element type]; JSON
-KEPT: Final = {"float64": torch.float64, "int64": torch.int64}  # row types: ids, which are whole numbers, stay exact
 
 
 @contextmanager
@@ -85,9 +86,9 @@ class _Table:
                     "is kept row by row, so its first axis must be the samples; to add it up, return the pair "
                     "(sum, weight)"
                 )
-            kind = "float64" if metric.is_floating_point() else "int64"
-            _learn(self._forms, name, ["rows", list(metric.shape[1:]), kind])
-            self._rows.setdefault(name, []).append((ids, metric.detach().to("cpu", KEPT[kind])))
+            kind = torch.float64 if metric.is_floating_point() else torch.int64  # whole numbers, such as ids, stay exact
+            _learn(self._forms, name, ["rows", list(metric.shape[1:]), str(kind).removeprefix("torch.")])
+            self._rows.setdefault(name, []).append((ids, metric.detach().to("cpu", kind)))
             return
         _learn(self._forms, name, ["pair", *(list(part.shape) for part in metric)])
         flat = torch.cat([part.detach().double().flatten().cpu() for part in metric])
@@ -130,7 +131,7 @@ class _Table:
 
     def _gathered(self, group: Group, name: str, form: Form, length: int) -> torch.Tensor:
         """The rows of all ranks at their samples' places: each adds its own to zeros, which changes no number."""
-        whole = torch.zeros([length, *form[1]], dtype=KEPT[form[2]])
+        whole = torch.zeros([length, *form[1]], dtype=getattr(torch, form[2]))
         for ids, rows in self._rows.get(name, ()):
             whole.index_add_(0, torch.tensor(ids), rows)
         group.all_reduce(whole)
