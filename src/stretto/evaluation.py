@@ -86,7 +86,7 @@ class _Table:
                     "is kept row by row, so its first axis must be the samples; to add it up, return the pair "
                     "(sum, weight)"
                 )
-            kind = torch.float64 if metric.is_floating_point() else torch.int64  # whole numbers, such as ids, stay exact
+            kind = torch.float64 if metric.is_floating_point() else torch.int64  # ids stay exact
             _learn(self._forms, name, ["rows", list(metric.shape[1:]), str(kind).removeprefix("torch.")])
             self._rows.setdefault(name, []).append((ids, metric.detach().to("cpu", kind)))
             return

@@ -297,6 +297,9 @@ class Run:
         """Hands to the writer what ``keep`` makes of this worker's state."""
         progress, group = self._progress, self._group
         self._ledger.sync()  # a checkpoint is never ahead of the ledger
+        if self._saved == progress.step:  # a member that was done first would write where the last save is tidied up
+            self._writer.wait()
+            group.barrier()
         parts = [*self._on.applied.export_state(), *self._on.optimizer.export_state()]
         self._writer.save(
             Snapshot(
