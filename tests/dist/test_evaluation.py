@@ -12,6 +12,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score  # type: ignore[import-untyped]
 
+from stretto.checkpoint import open_checkpoint
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.order import TrainOrder
 from stretto.plan import Plan
@@ -160,6 +161,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     assert best(run) == summary["best"] == expected
     assert json.loads((run / "summary.json").read_text())["best"] == expected
     assert kept(run) == sorted({step, 6}), "keep=1: the newest, and the best"
+    assert all(open_checkpoint(run / "checkpoints" / f"step-{n:08d}").meta["best"] == expected for n in kept(run))
 
 
 def test_a_resume_knows_the_best_so_far(launcher: LocalLauncher, tmp_path: Path) -> None:
