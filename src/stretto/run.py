@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.assemble import assemble, disassemble, fitting, open_data
-from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, pack, snapshot_slices, unpack
+from stretto.best import BestSoFar
+from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, json_only, pack, snapshot_slices, unpack
 from stretto.comm.group import Group
 from stretto.data import (
     BatchHandle,
@@ -32,7 +32,7 @@ from stretto.data import (
     seed_everything,
 )
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
-from stretto.errors import CheckpointError, PeerLost, UserError, nearest
+from stretto.errors import PeerLost, UserError, nearest
 from stretto.evaluation import evaluate
 from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
@@ -112,6 +112,7 @@ class Run:
         self._began = time.perf_counter()
         self._data = open_data(self.task, self.plan, group)
         self._weight_names = weight_names(prepared.template.structure)
+        self._best = BestSoFar(self.recipe, self.folder, self._data)
         source = fitting(prepared.template, prepared.checkpoint)
         self._on = assemble(self.task, self.plan, prepared.template, group, source)
         self._progress, self._skips = _Progress(), SkipWatch()
@@ -148,11 +149,7 @@ class Run:
                 "world_size": self._group.size,
             }
         )
-
-        for text in filter(None, self._notes):
-            self._say({"kind": "note", "text": text})
-        if self.recipe.eval_every and "val" not in self._data:
-            text = f"eval_every={self.recipe.eval_every} has no effect: data() returns no split named 'val'"
+        for text in filter(None, (*self._notes, *self.recipe.without_effect(self._data))):
             self._say({"kind": "note", "text": text})
 
     def _leave(self) -> None:
@@ -178,6 +175,8 @@ class Run:
         endless = Sampler(len(train), self.recipe.batch, self.recipe.seed).batches(
             self._progress.step + 1, self._progress.position
         )
+        if self._best.due(self._progress.step):  # the loop evaluated before its first batch
+            self.save()
         left, ahead = tee(takewhile(lambda batch: batch.step <= self._last_step(), endless))
         train.expect((piece.ids, batch.start.epoch) for batch in ahead for piece in self._cut(batch))
         del ahead  # nor would tee ever let go of a batch
@@ -189,7 +188,8 @@ class Run:
                 raise UserError(
                     f"run.batches(): batch {batch.step} was not stepped; call run.step(batch) once for each"
                 )
-            if self.recipe.save_every and batch.step % self.recipe.save_every == 0:
+            regular = self.recipe.save_every and batch.step % self.recipe.save_every == 0
+            if regular or self._best.due(batch.step):
                 self.save()
 
     def _cut(self, batch: BatchHandle) -> tuple[Piece, ...]:
@@ -278,21 +278,33 @@ class Run:
         return "val" in self._data and bool(every) and step % every == 0
 
     def evaluate(self, split: str = "val") -> dict[str, float]:
-        """Loss and metrics over a whole split, exact on every plan. Every worker must call it.
+        """Loss and metrics over a whole split, exact on every plan. Every worker must call it, and gets the same.
 
         Raises:
-            UserError: the task's data has no such split.
+            UserError: the task's data has no such split, or the recipe's ``best`` is not among what it gives.
         """
         if split not in self._data:
             raise UserError(f"run.evaluate(): no split {split!r} in data(); there are {', '.join(self._data)}"
                             f"{nearest(split, self._data)}")  # fmt: skip
-        found = self.task.summarize(evaluate(self.task, self.plan, self._on, self._data[split]))
+        totals = evaluate(self.task, self.plan, self._on, self._data[split])
+        # One rank's numbers for all: what a loop decides by them (to stop, say) is then decided alike everywhere.
+        shown = self.task.summarize(totals) if self._group.rank == 0 else None
+        found: dict[str, float] = self._group.broadcast_json(shown)
         self._events.write("evaluation", step=self._progress.step, split=split, **found)
         if split == "val":
             self._evaluated = (self._progress.step, found)
             baselines = self.task.baselines() if self._group.rank == 0 else {}
             self._say({"kind": "evaluation", "step": self._progress.step, "metrics": found, "baselines": baselines})
+            self._look(found)
         return found
+
+    def _look(self, found: dict[str, float]) -> None:
+        try:
+            self._best.look(self._progress.step, found)
+        except UserError:  # on every worker: what was trained is not lost with a misspelt name
+            self.save()
+            self._writer.wait()
+            raise
 
     def save(self) -> None:
         """Starts a checkpoint of the last committed step; training waits only for the copy to memory.
@@ -305,6 +317,9 @@ class Run:
         """Hands to the writer what ``keep`` makes of this worker's state."""
         progress, group = self._progress, self._group
         self._ledger.sync()  # a checkpoint is never ahead of the ledger
+        if self._saved == progress.step:  # a member that was done first would write where the last save is tidied up
+            self._writer.wait()
+            group.barrier()
         parts = [*self._on.applied.export_state(), *self._on.optimizer.export_state()]
         self._writer.save(
             Snapshot(
@@ -315,6 +330,7 @@ class Run:
                 committer=group.rank == 0,
                 slices=keep(parts),
                 meta=self._meta() if group.rank == 0 else {},
+                pinned=self._best.pin(),
             )
         )
         self._saved = progress.step
@@ -332,10 +348,11 @@ class Run:
             "schedule": None if schedule is None else pack(schedule.state_dict(), "the schedule's state"),
             "groups": self._on.optimizer.hyperparameters(),
             "scalars": self._on.optimizer.scalars(),
-            "state": _json_only(self.state, "run.state"),
+            "state": json_only(self.state, "run.state"),
             "plan": str(self.plan),
             "lengths": {split: len(feeder) for split, feeder in self._data.items()},
             "weights": self._weight_names,
+            "best": self._best.to_json(),
         }
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -351,9 +368,11 @@ class Run:
         self.state = meta["state"]
         position, note = resumed_position(checkpoint.step, meta, len(self._data["train"]))
         self._notes.append(note)
+        self._best.resume(meta.get("best"), writes=self._group.rank == 0)
         self._progress = _Progress(checkpoint.step, position, meta["samples"], meta["loss"], meta["skipped"])
 
     def _committed(self, step: int, path: Path) -> None:
+        self._best.committed(step)
         self._context.control.send({"kind": "checkpoint", "step": step, "path": str(path)})
 
     def finish(self) -> dict[str, Any]:
@@ -370,7 +389,7 @@ class Run:
             self._skips.at_end()
         if ended and "val" in self._data and (self._evaluated is None or self._evaluated[0] != self._progress.step):
             self.evaluate()
-        if self._saved != self._progress.step:
+        if self._saved != self._progress.step or self._best.due(self._progress.step):
             self._save(tuple)  # nothing is trained any more, so no copy is needed
         self._writer.wait()
         peak = int(self._group.maximum(float(peak_rss_bytes() - self._context.imports_rss_bytes)))
@@ -385,6 +404,7 @@ class Run:
             "skipped_steps": self._progress.skipped,
             "finished": ended,
             "evaluation": self._evaluated[1] if self._evaluated else None,
+            "best": self._best.to_json(),
             "run": str(self.folder),
         }
         if self._group.rank == 0:
@@ -415,10 +435,3 @@ def _told(template: Template, precision: str) -> list[str]:
 
 def _silent(event: dict[str, Any]) -> None:
     """Only the lowest rank speaks."""
-
-
-def _json_only(value: Any, what: str) -> Any:
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{what} must be JSON to be kept in a checkpoint: {error}") from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from stretto.errors import RecipeError, TaskError, nearest, one_line
+from stretto.metrics import check_metrics, numbers, ratio, ratios
 from stretto.mistakes import in_one_line
 from stretto.recipe import Recipe
 from stretto.taskfile import import_file
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
+
+    from stretto.metrics import Metric, Total
 
 # Function -> how many positional arguments the engine passes; what follows them are settings.
 REQUIRED: Final = (("model", 0), ("data", 0), ("loss", 2), ("optimizer", 1), ("recipe", 0))
@@ -196,21 +199,15 @@ class Task:
 
         return collate(samples)
 
-    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """Pairs (sum, weight) by name; empty where the task has none."""
-        if not self.has("metrics"):
-            return {}
-        return {
-            name: check_pair(pair, f"metrics()[{name!r}]")
-            for name, pair in self._call("metrics", output, batch).items()
-        }
+    def metrics(self, output: Any, batch: Any) -> dict[str, Metric]:
+        """By name pairs (sum, weight), or rows [samples, ...] that are kept; empty where the task has none."""
+        return check_metrics(self._call("metrics", output, batch)) if self.has("metrics") else {}
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """What to show for the totals of all pairs, ``loss`` among them: by default each pair's ratio."""
-        ratios = {name: total / weight if weight else float("nan") for name, (total, weight) in totals.items()}
+    def summarize(self, totals: Mapping[str, Total]) -> dict[str, float]:
+        """What to show for the totals of a split, ``loss`` among them: by default each pair's ratio."""
         if not self.has("summarize"):
-            return ratios
-        return {"loss": ratios["loss"], **self._call("summarize", dict(totals))}
+            return ratios(totals)
+        return {"loss": ratio(totals["loss"], "loss"), **numbers(self._call("summarize", dict(totals)))}
 
     def baselines(self) -> dict[str, float]:
         """Numbers to print beside the held-out metrics, such as what a trivial model reaches; may be empty."""
