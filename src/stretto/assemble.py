@@ -39,6 +39,15 @@ def build_template(task: Task) -> Template:
         before.restore()
 
 
+def retyped_notes(template: Template, precision: str) -> list[str]:
+    """Sentences about what the precision makes of the model's own types."""
+    return [
+        f"model() made {name!r} (and perhaps more) in {dtype}; precision={precision} trains it in "
+        f"{template.specs[name].dtype}, as it does every parameter"
+        for dtype, name in template.retyped.items()
+    ]
+
+
 def check_same_model(template: Template, group: Group) -> None:
     """For processes that each built the model themselves. Every rank must call it.
 

@@ -44,8 +44,10 @@ def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str,
 
     A pair becomes (sum, weight), each a float, or a float64 tensor where it has axes. Rows become one tensor
     [samples, ...] in the dataset's order, float64 or int64. Of a loss of several terms each has its pair, and ``loss``
-    is the sum of their means, of weight 1. The split is cut into global batches and these over the ranks, like training;
-    nothing is padded, dropped or counted twice. Every rank must call it; all get the same totals.
+    is the sum of their means, of weight 1.
+
+    The split is cut into global batches and these over the ranks, as in training; nothing is padded, dropped or counted
+    twice. Every rank must call it; all get the same totals.
 
     Raises:
         TaskError: an empty split, shapes of one metric that differ, rows that are not one for each sample.

@@ -11,18 +11,17 @@ import atexit
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import takewhile, tee
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import assemble, disassemble, fitting, open_data
+from stretto.assemble import assemble, disassemble, fitting, open_data, retyped_notes
 from stretto.best import BestSoFar
-from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, json_only, pack, snapshot_slices, unpack
+from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, json_only, snapshot_slices
 from stretto.comm.group import Group
 from stretto.data import (
     BatchHandle,
-    Generators,
     Piece,
     Position,
     Sampler,
@@ -34,49 +33,15 @@ from stretto.data import (
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
 from stretto.errors import PeerLost, UserError, nearest
 from stretto.evaluation import evaluate
+from stretto.kept import kept_of, restore
 from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
-from stretto.parallel import Template
-from stretto.plan import Plan
-from stretto.precision import LossScale
+from stretto.prepared import Prepared, RunOptions
 from stretto.runfolder import write_summary
 from stretto.skips import SkipWatch
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
-from stretto.task import Task
 from stretto.weights import weight_names
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a run is made of, before its group is formed; shared by the workers of a host where one builds it for all.
-
-    Args:
-        task: with its settings.
-        plan: checked against the task.
-        template: the model, built once.
-        checkpoint: what to go on from, or None for a new run.
-    """
-
-    task: Task
-    plan: Plan
-    template: Template
-    checkpoint: Checkpoint | None = None
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where a run writes, and which start of it this is.
-
-    Args:
-        folder: the run folder.
-        attempt: counts the starts of this run from 1.
-        stop_after: last step to commit in this start, or None to go to the recipe's end.
-    """
-
-    folder: Path
-    attempt: int = 1
-    stop_after: int | None = None
 
 
 @dataclass
@@ -121,7 +86,7 @@ class Run:
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
-        self._notes += [self._on.note, *_told(prepared.template, self.recipe.precision)]
+        self._notes += [self._on.note, *retyped_notes(prepared.template, self.recipe.precision)]
         prepared.template.release()
         self._saved = self._progress.step
         self._evaluated: tuple[int, dict[str, float]] | None = None
@@ -336,18 +301,13 @@ class Run:
         self._saved = progress.step
 
     def _meta(self) -> dict[str, Any]:
-        progress, schedule = self._progress, self._on.schedule
+        progress = self._progress
         return {
             "position": {"epoch": progress.position.epoch, "offset": progress.position.offset},
             "samples": progress.samples,
             "loss": progress.loss if progress.loss == progress.loss else None,
             "skipped": progress.skipped,
-            "nominal_weight": self._stepper.nominal_weight,
-            "loss_scale": None if self._stepper.scale is None else asdict(self._stepper.scale),
-            "generators": Generators.remember().to_json(),
-            "schedule": None if schedule is None else pack(schedule.state_dict(), "the schedule's state"),
-            "groups": self._on.optimizer.hyperparameters(),
-            "scalars": self._on.optimizer.scalars(),
+            **kept_of(self._on, self._stepper),
             "state": json_only(self.state, "run.state"),
             "plan": str(self.plan),
             "lengths": {split: len(feeder) for split, feeder in self._data.items()},
@@ -357,14 +317,7 @@ class Run:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         meta = checkpoint.meta
-        self._on.optimizer.load_hyperparameters(meta["groups"])
-        self._on.optimizer.import_state(checkpoint, meta["scalars"])
-        if self._on.schedule is not None and meta["schedule"] is not None:
-            self._on.schedule.load_state_dict(unpack(meta["schedule"]))
-        self._stepper.nominal_weight = meta["nominal_weight"]
-        if self._stepper.scale is not None and (kept := meta.get("loss_scale")) is not None:
-            self._stepper.scale = LossScale(**kept)
-        Generators.from_json(meta["generators"]).restore()
+        restore(checkpoint, self._on, self._stepper)
         self.state = meta["state"]
         position, note = resumed_position(checkpoint.step, meta, len(self._data["train"]))
         self._notes.append(note)
@@ -422,15 +375,6 @@ class Run:
         self._data["train"].close()
         self._group.barrier()
         disassemble(self._on)
-
-
-def _told(template: Template, precision: str) -> list[str]:
-    """What the precision makes of the model's own types."""
-    return [
-        f"model() made {name!r} (and perhaps more) in {dtype}; precision={precision} trains it in "
-        f"{template.specs[name].dtype}, as it does every parameter"
-        for dtype, name in template.retyped.items()
-    ]
 
 
 def _silent(event: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ from stretto.observe import rss_bytes
 from stretto.order import TrainOrder
 from stretto.parallel.apply import check
 from stretto.plan import Plan
-from stretto.run import Prepared, Run, RunOptions
+from stretto.prepared import Prepared, RunOptions
+from stretto.run import Run
 from stretto.runfolder import (
     RESOLVED_NAME,
     START_ORIGIN,

@@ -23,8 +23,8 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "stretto"
 FACES = ("dashboard", "report", "serve", "search", "compress", "pool", "submit")
 INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
-    *("script", "preload", "training", "order", "loop", "run", "best", "weights", "assemble", "skips", "step"),
-    *("terms", "evaluation", "machinery"),
+    *("script", "preload", "training", "order", "loop", "run", "prepared", "best", "weights", "assemble", "skips"),
+    *("kept", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")
