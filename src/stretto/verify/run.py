@@ -19,8 +19,8 @@ from stretto.verify.facts import RankFacts, ReferenceRecord
 from stretto.verify.report import PlanReport, VerifyReport
 from stretto.verify.tolerances import NAMES, TOLERANCES
 
-PRELOADS: Final = ("torch", "torch.distributed", "stretto.verify.worker", "stretto.parallel.whole")
-PRELOADS_SHARDED: Final = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+PRELOADS: Final = ("torch", "torch.distributed", "torch._dynamo", "stretto.verify.worker", "stretto.parallel.whole")
+PRELOADS_SHARDED: Final = ("torch.distributed.fsdp", "torch.distributed.tensor")
 INTERRUPTED: Final = (130, 143)  # exit codes after Ctrl-C and SIGTERM
 
 
