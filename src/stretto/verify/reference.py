@@ -137,9 +137,8 @@ class Reference:
         for parameter in reached:
             assert parameter.grad is not None
             parameter.grad /= weight
-        gradients = {n: p.grad.clone() for n, p in self._named.items() if p.grad is not None}
-        clip = self._task.recipe.clip
-        norm = float(nn.utils.clip_grad_norm_(reached, math.inf if clip is None else clip))
+        gradients = {n: _dense(p.grad) for n, p in self._named.items() if p.grad is not None}
+        norm = _clip(reached, math.inf if self._task.recipe.clip is None else self._task.recipe.clip)
         if math.isfinite(norm):
             self._optimizer.step()
         return gradients, norm
@@ -161,6 +160,22 @@ class Reference:
         for name, tensor in kept.items():
             by_measure.setdefault(measure_of(name, tensor), []).append(tensor)
         return {measure: magnitude(members) for measure, members in by_measure.items()}
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy with every element, of a sparse gradient too."""
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+
+
+def _clip(reached: list[nn.Parameter], largest: float) -> float:
+    """torch's clip_grad_norm_, which takes no sparse gradients: these by the same rule. Returns the norm before."""
+    gradients = [p.grad for p in reached if p.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        return float(nn.utils.clip_grad_norm_(reached, largest))
+    norm = float(nn.utils.get_total_norm([_dense(gradient) for gradient in gradients]))
+    for gradient in gradients:
+        gradient *= min(1.0, largest / (norm + 1e-6))
+    return norm
 
 
 def measure_of(name: str, tensor: torch.Tensor) -> str:
