@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELPERS = str(ROOT / "tests" / "helpers")
 SCORED = str(ROOT / "tests" / "tasks" / "scored.py")
 FOLLOWED = str(ROOT / "tests" / "tasks" / "followed.py")
+RANKING = str(ROOT / "examples" / "ranking")
 PLANS = {1: ["dp=1", "dp=1,microbatches=3"], 2: ["dp=2", "dp=2,zero=3"], 3: ["dp=3", "dp=3,zero=3"]}
 
 
@@ -105,10 +106,16 @@ def test_a_metric_that_cannot_be_exact_is_one_line(
 
 
 def train(
-    launcher: LocalLauncher, run: Path, plan: str = "dp=2", attempt: int = 1, stop: int | None = None, **sets: Any
+    launcher: LocalLauncher,
+    run: Path,
+    plan: str = "dp=2",
+    attempt: int = 1,
+    stop: int | None = None,
+    task: str = FOLLOWED,
+    **sets: Any,
 ) -> JobResult:
     run.mkdir(exist_ok=True)
-    order = TrainOrder(FOLLOWED, sets, plan, "test", str(run), attempt > 1, attempt, stop)
+    order = TrainOrder(task, sets, plan, "test", str(run), attempt > 1, attempt, stop)
     workers = Plan.parse(plan).world_size
     job = Job(
         "stretto.training:work",
@@ -201,3 +208,13 @@ def test_a_loop_that_decides_by_a_metric_decides_alike_on_every_rank_hg05(
     assert result.failure is None, result.failure.text
     assert [rank["scores"] for rank in result.results.values()] == [[1.0, 5.0, 3.0]] * 2
     assert kept(tmp_path / "run") == [2, 3]
+
+
+def test_the_ranking_example_learns_more_than_which_items_are_liked(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """Rows from two workers through summarize; the best step by them is kept."""
+    summary = trained(launcher, tmp_path / "run", task=RANKING, steps=300, eval_every=100)
+    beside = load_task(RANKING).baselines()
+    assert beside["auc of items' click rates"] < 0.62
+    assert summary["evaluation"]["auc"] > 0.70
+    assert summary["evaluation"]["loss"] < beside["loss of one click rate"] - 0.05
+    assert summary["best"]["metric"] == "auc" and summary["best"]["value"] >= summary["evaluation"]["auc"]
