@@ -11,7 +11,6 @@ import pytest
 from stretto.verify.diagnose import first_divergence
 from stretto.verify.facts import Kind, RankFacts, ReferenceRecord, ReferenceStep, StepFacts, TensorFact
 from stretto.verify.report import Divergence
-from stretto.verify.tolerances import FLOAT64
 
 PIECES = ((10, 11, 12), (13, 14))  # a batch of five on two ranks
 FULL = ReferenceStep(step=1, loss=2.0, norm=3.0, weight=5.0, pieces=PIECES, scales={"gradient": 1.0})
@@ -59,7 +58,7 @@ def found(*steps: tuple[StepFacts, StepFacts], record: ReferenceRecord = RECORD)
 
 def look(*steps: tuple[StepFacts, StepFacts], record: ReferenceRecord = RECORD) -> Divergence | None:
     ranks = [RankFacts(rank=rank, steps=tuple(step[rank] for step in steps)) for rank in (1, 0)]
-    return first_divergence(record, ranks, FLOAT64)
+    return first_divergence(record, ranks)
 
 
 def with_tensors(first: list[TensorFact], second: list[TensorFact]) -> tuple[StepFacts, StepFacts]:

@@ -7,14 +7,17 @@ state), because a mistake shows in everything after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from stretto.verify.facts import Kind, RankFacts, ReferenceRecord, ReferenceStep, StepFacts, TensorFact
 from stretto.verify.report import Divergence, What
-from stretto.verify.tolerances import Tolerances
+from stretto.verify.tolerances import Tolerances, limits_of
 
+EPSILONS: Final[Mapping[str, float]] = MappingProxyType({"bfloat16": 2**-7, "float16": 2**-10})
+"""Of the low types: the distance from 1 to the next number."""
 NOTABLE: Final = 1e-6
 """A tensor smaller than this share of the largest of its kind can't show a wrong factor beyond the tolerance."""
 
@@ -39,6 +42,11 @@ class Case:
         return sum(map(len, self.reference.pieces)) if self.reference else 0
 
     @property
+    def num_microbatches(self) -> int:
+        """Pieces of the batch on one rank."""
+        return len(self.reference.pieces) // len(self.ranks) if self.reference else 1
+
+    @property
     def close(self) -> float:
         """How near two ratios must be to count as one: far above rounding, far below a wrong number."""
         return math.sqrt(self.limits.gradient)
@@ -52,7 +60,7 @@ class Case:
         return [(rank, fact) for rank, fact in self.facts(*kinds) if fact.differs]
 
 
-def first_divergence(record: ReferenceRecord, ranks: Sequence[RankFacts], limits: Tolerances) -> Divergence | None:
+def first_divergence(record: ReferenceRecord, ranks: Sequence[RankFacts]) -> Divergence | None:
     """The first thing in which any rank and one device differ, or None."""
     steps = sorted({facts.step for rank in ranks for facts in rank.steps})
     by_step = [{facts.step: facts for facts in rank.steps} for rank in sorted(ranks, key=lambda r: r.rank)]
@@ -61,7 +69,7 @@ def first_divergence(record: ReferenceRecord, ranks: Sequence[RankFacts], limits
             record=record,
             reference=record.steps[step - 1] if step else None,
             ranks=tuple(rank.get(step, StepFacts(step=step)) for rank in by_step),
-            limits=limits,
+            limits=limits_of(record, step),
         )
         for look in _LOOKS:
             if (found := look(step, case)) is not None:
@@ -126,6 +134,9 @@ def _loss(step: int, case: Case) -> Divergence | None:
             f"the BatchNorm {name!r} took the statistics of each rank's share, not of the whole batch: "
             "they are not summed over ranks"
         )
+        for ghost, facts in enumerate(case.ranks):
+            if facts.ghosts:
+                likely += f"; or they count sample {facts.ghosts[0]}, which rank {ghost} runs with weight 0"
         return Divergence(step, "loss", name, rank, by, likely)
     off = case.ranks[0].weight
     if abs(off - case.reference.weight) > case.limits.loss * abs(case.reference.weight):
@@ -134,6 +145,8 @@ def _loss(step: int, case: Case) -> Divergence | None:
         likely = f"the loss is {_times(ratio)} one device's: its sum over ranks has a wrong divisor"
     else:
         likely = "forward computes something else here than on one device, though it began with the same weights"
+        if step > 1 and any(not fact.whole for _, fact in case.facts("weight")):
+            likely += ": were the parts that other ranks update brought here after the last step?"
         likely += _kink(case)
     return Divergence(step, "loss", "loss", None, by, likely)
 
@@ -146,7 +159,9 @@ def _gradient(step: int, case: Case) -> Divergence | None:
     ratio = _common_ratio(case)
     apart = _apart(case, "gradient")
     aliases = case.record.aliases.get(next(iter(names)), ()) if len(names) == 1 else ()
-    if (short := _short_batch(case, ratio)) is not None:
+    if _is_rounding(case, wrong):
+        likely = f"this is the rounding of {case.record.dtype}: gradients are added up in it, not in float32"
+    elif (short := _short_batch(case, ratio)) is not None:
         likely = short
     elif aliases and not apart:
         name = next(iter(names))
@@ -158,16 +173,22 @@ def _gradient(step: int, case: Case) -> Divergence | None:
         likely = f"every gradient is {_times(ratio)} one device's: the sum over ranks has a wrong divisor"
     elif apart:
         some = "" if len(apart) == len({f.name for _, f in case.facts("gradient")}) else f" of {_list(apart)}"
-        likely = f"the gradients{some} differ between ranks that should hold the same: their reduction is missing"
+        shards = any(not fact.whole for _, fact in wrong if fact.name in apart)
+        what = "sum over the replicas" if shards else "reduction"
+        likely = f"the gradients{some} differ between ranks that should hold the same: their {what} is missing"
     elif (ghost := _ghost(step, "gradient", max(fact.rel for _, fact in wrong), case)) is not None:
         return ghost
     elif len(off := {rank for rank, _ in wrong}) < len(case.ranks):
         likely = f"only rank(s) {_list(sorted(off))} are off: what they should get from the others is missing"
     elif any(not fact.whole for _, fact in wrong):
-        likely = "the shards are not the sum over ranks: their reduction is missing, or leaves a rank's share out"
+        likely = (
+            "the shards are not the sum over ranks: their reduction is missing, leaves a rank's share out, or went "
+        )
+        likely += f"to the wrong owner{_of_scales(case)}"
     else:
-        likely = "all ranks agree on a sum that is not one device's: a rank's share is missing or weighed wrongly"
-        likely += _kink(case)
+        shares = "a rank's or a microbatch's share" if case.num_microbatches > 1 else "a rank's share"
+        likely = f"all ranks agree on a sum that is not one device's: {shares} is missing or weighed wrongly"
+        likely += f"{_of_terms(case)}{_of_scales(case)}{_kink(case)}"
     return _worst(step, "gradient", wrong, likely)
 
 
@@ -178,8 +199,16 @@ def _norm(step: int, case: Case) -> Divergence | None:
     ratio = case.ranks[0].norm_ratio
     size = len(case.ranks)
     times = "" if ratio is None else f" {_times(ratio)} the right one"
-    if ratio is not None and size > 1 and abs(ratio - math.sqrt(size)) < case.close:
-        likely = f"every gradient is right, their norm is{times}: it counts each of {size} copies"
+    copies = [n for n in range(2, size + 1) if ratio is not None and abs(ratio - math.sqrt(n)) < case.close]
+    if case.reference is not None and not math.isfinite(case.reference.norm):
+        finite = [r for r, facts in enumerate(case.ranks) if facts.norm > case.limits.norm]
+        likely = (
+            "one device's gradient is not finite and its update is left out, but not so on rank(s) "
+            f"{_list(finite)}: all ranks must decide alike, by the whole gradient"
+        )
+        return Divergence(step, "norm", "norm", finite[0], by, likely)
+    if copies:
+        likely = f"every gradient is right, their norm is{times}: it counts each of {copies[0]} copies"
     elif ratio is not None and ratio < 1:
         likely = f"every gradient is right, their norm is{times}: it misses other ranks' shards"
     else:
@@ -223,6 +252,8 @@ def _after(step: int, what: What, case: Case, kinds: tuple[Kind, ...]) -> Diverg
         rank, fact = max(stale, key=lambda pair: pair[1].rel)
         part = "whole copy" if fact.whole else f"shard {fact.box}"
         likely = f"the {part} of {fact.name} on rank {rank} is what it was before the step: it was not updated"
+        if fact.whole and (right := set(range(len(case.ranks))) - {r for r, f in wrong if f.name == fact.name}):
+            likely += f", while that of rank(s) {_list(sorted(right))} was: do all know that a gradient reached it?"
         return _worst(step, what, stale, likely)
     missing = [(rank, fact) for rank, fact in wrong if fact.missing]
     if missing:
@@ -230,7 +261,13 @@ def _after(step: int, what: What, case: Case, kinds: tuple[Kind, ...]) -> Diverg
         return _worst(step, what, missing, f"{side} keeps no such state: a parameter was reached here, not there")
     if all(fact.kind == "buffer" for _, fact in wrong):
         return _worst(step, what, wrong, "forward updates this buffer from a rank's share of the batch alone")
+    if _is_rounding(case, wrong):
+        likely = f"this is the rounding of {case.record.dtype}: the copies are updated, not float32 masters"
+        return _worst(step, what, wrong, likely)
     likely = "gradients and norm are right, the update is not: other clipping, learning rate or optimizer state"
+    off = list(dict.fromkeys(fact.name for _, fact in wrong))
+    if any(not fact.differs and not fact.unchanged and fact.name not in off for _, fact in case.facts("weight")):
+        likely += f"; only {_list(off)} are off: are they updated as another group of the optimizer's?"
     return _worst(step, what, wrong, likely)
 
 
@@ -315,6 +352,21 @@ def _kink(case: Case) -> str:
     if case.record.dtype != "float32":
         return ""
     return " (in float32 it may be rounding at the kink of a ReLU or maximum: verify in float64)"
+
+
+def _is_rounding(case: Case, wrong: list[tuple[int, TensorFact]]) -> bool:
+    """In a low precision: as far off as its rounding, and no further."""
+    epsilon = EPSILONS.get(case.record.dtype, 0.0)
+    return all(fact.rel < 2 * epsilon for _, fact in wrong)
+
+
+def _of_terms(case: Case) -> str:
+    terms = case.record.terms
+    return f"; is each of {_list(terms)} divided by its own weight?" if len(terms) > 1 else ""
+
+
+def _of_scales(case: Case) -> str:
+    return " (or the loss scale is not the same on all)" if case.record.dtype == "float16" else ""
 
 
 def _times(ratio: float) -> str:

@@ -40,6 +40,7 @@ class ReferenceRecord:
         batch_norms: modules that normalise over the batch; where there are any the batch was not cut.
         random: random numbers were drawn in forward or loss.
         aliases: the other names of each tied parameter.
+        terms: names of the loss's terms.
         scales: of the initial weights, see :class:`ReferenceStep`.
     """
 
@@ -50,6 +51,7 @@ class ReferenceRecord:
     aliases: Mapping[str, tuple[str, ...]]
     scales: Mapping[str, float]
     steps: tuple[ReferenceStep, ...]
+    terms: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -69,6 +71,7 @@ class ReferenceRecord:
                 "batch_norms": tuple(record["batch_norms"]),
                 "aliases": aliases,
                 "steps": steps,
+                "terms": tuple(record["terms"]),
             }
         )
 

@@ -78,6 +78,7 @@ class Reference:
         self._optimizer = task.optimizer(Params(self._named.items()))
         self._schedule = task.schedule(self._optimizer)
         self._random = False
+        self._terms: tuple[str, ...] = ()
 
     def _keep_masters(self) -> None:
         """Float32 parameters for the optimizer; the model keeps copies of them in the type that it computes in."""
@@ -101,6 +102,7 @@ class Reference:
             aliases=_aliases(self._model),
             scales=initial,
             steps=taken,
+            terms=self._terms,
         )
 
     def _step(self, batch: BatchHandle) -> ReferenceStep:
@@ -117,6 +119,7 @@ class Reference:
                 known = sums.setdefault(name, [0.0, 0.0])
                 known[0] += float(total.detach().double())
                 known[1] += float(share.double())
+        self._terms = tuple(sums)
         weighs = any(weight for _, weight in sums.values())
         weight = next(iter(sums.values()))[1]
         gradients, norm = self._update(weighs, 1.0 if divisors else weight, self._factor(divisors))

@@ -17,7 +17,7 @@ from stretto.task import resolve_task_path
 from stretto.verify.diagnose import first_divergence
 from stretto.verify.facts import RankFacts, ReferenceRecord
 from stretto.verify.report import PlanReport, VerifyReport
-from stretto.verify.tolerances import NAMES, TOLERANCES
+from stretto.verify.tolerances import NAMES
 
 PRELOADS: Final = ("torch", "torch.distributed", "torch._dynamo", "stretto.verify.worker", "stretto.parallel.whole")
 PRELOADS_SHARDED: Final = ("torch.distributed.fsdp", "torch.distributed.tensor")
@@ -165,7 +165,7 @@ def judge(text: str, record: ReferenceRecord, result: JobResult) -> PlanReport:
         reason = str(result.failure) if result.failure else f"the workers ended with exit code {result.exit_code}"
         return PlanReport(plan=text, status="failed", reason=reason)
     ranks = [RankFacts.from_json(found["facts"]) for found in returned]
-    divergence = first_divergence(record, ranks, TOLERANCES[record.dtype])
+    divergence = first_divergence(record, ranks)
     left_out: dict[str, int] = {}
     for rank in ranks:
         for name, count in rank.left_out.items():

@@ -28,7 +28,7 @@ from stretto.verify.facts import Kind, RankFacts, StepFacts, TensorFact
 from stretto.verify.feed import Feed
 from stretto.verify.recorded import Recorded
 from stretto.verify.reference import OPTIMIZER, measure_of
-from stretto.verify.tolerances import TOLERANCES
+from stretto.verify.tolerances import limits_of
 
 MODEL: Final = "model/"
 
@@ -59,7 +59,6 @@ class Witness:
 
     def __init__(self, recorded: Recorded, machinery: Machinery, feed: Feed) -> None:
         self._recorded, self._on, self._feed = recorded, machinery, feed
-        self._limits = TOLERANCES[recorded.record.dtype]
         self._left_out: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
         self._gradients: tuple[TensorFact, ...] = ()
@@ -118,7 +117,7 @@ class Witness:
 
     def _remember(self, facts: StepFacts) -> None:
         """Keeps the single tensors only of the step in which this rank and one device part."""
-        limits = self._limits
+        limits = limits_of(self._recorded.record, facts.step)
         parts = facts.loss > limits.loss or facts.norm > limits.norm or any(fact.differs for fact in facts.tensors)
         if self._parted or not parts:
             facts = StepFacts(**{**facts.__dict__, "tensors": ()})
@@ -156,7 +155,7 @@ class Witness:
     # ---- one part of one tensor
 
     def _look_at_gradient(self, step: int, name: str, gradient: torch.Tensor | None, factor: float) -> TensorFact:
-        place, limits = self._on.applied.places[name], self._limits
+        place, limits = self._on.applied.places[name], limits_of(self._recorded.record, step)
         ours = torch.zeros_like(place.local) if gradient is None else gradient.to_dense() * factor
         held = _Held("gradient", f"gradient/{name}", place.box, ours)
         fact = self._look(step, held)
@@ -171,7 +170,7 @@ class Witness:
 
     def _look(self, step: int, held: _Held) -> TensorFact:
         """The fact of one part. A tensor that one side lacks is compared as zeros, and differs in any case."""
-        recorded, limits = self._recorded, self._limits
+        recorded, limits = self._recorded, limits_of(self._recorded.record, step)
         known = held.name in recorded.names(step)
         theirs = recorded.read(step, held.name, held.box) if known else torch.zeros(held.box.shape)
         ours = torch.zeros_like(theirs) if held.data is None else held.data

@@ -1,0 +1,83 @@
+"""Faults of parallel training, by name, to be planted in a worker: a proof that can't find them proves nothing.
+
+Each is a function of the rank that changes the engine *in the calling process only*, before the machinery is assembled.
+``stretto.verify.verify(..., plant="stretto.testing.faults:dropped_reduction")`` calls it in every worker of a plan.
+"""
+
+from stretto.testing.faults.measures import (
+    ghost_in_batch_statistics,
+    local_batch_statistics,
+    local_running_statistics,
+    norm_of_every_copy,
+    norm_of_every_replica,
+    norm_of_one_replica,
+    norm_of_own_shards,
+    unclipped,
+)
+from stretto.testing.faults.precision import (
+    clipped_while_scaled,
+    no_masters,
+    overflow_decided_alone,
+    scale_halved_alone,
+    sums_in_low_precision,
+)
+from stretto.testing.faults.sums import (
+    bucket_that_never_fills,
+    counted_ghost,
+    dropped_reduction,
+    dropped_shard_reduction,
+    lost_sparse_rows,
+    nominal_divisor,
+    nominal_gradient_divisor,
+    only_the_last_microbatch,
+    repeated_samples,
+    replicas_not_added,
+    shares_of_another_owner,
+    term_divided_by_anothers_weight,
+    tied_weight_counted_twice,
+    wrong_divisor,
+)
+from stretto.testing.faults.updates import (
+    applied_on_one_rank,
+    lost_group,
+    missed_gradient,
+    other_initial_weights,
+    shares_not_gathered,
+    stale_shard,
+)
+
+__all__ = [
+    "applied_on_one_rank",
+    "bucket_that_never_fills",
+    "clipped_while_scaled",
+    "counted_ghost",
+    "dropped_reduction",
+    "dropped_shard_reduction",
+    "ghost_in_batch_statistics",
+    "local_batch_statistics",
+    "local_running_statistics",
+    "lost_group",
+    "lost_sparse_rows",
+    "missed_gradient",
+    "no_masters",
+    "nominal_divisor",
+    "nominal_gradient_divisor",
+    "norm_of_every_copy",
+    "norm_of_every_replica",
+    "norm_of_one_replica",
+    "norm_of_own_shards",
+    "only_the_last_microbatch",
+    "other_initial_weights",
+    "overflow_decided_alone",
+    "repeated_samples",
+    "replicas_not_added",
+    "scale_halved_alone",
+    "shares_not_gathered",
+    "shares_of_another_owner",
+    "stale_shard",
+    "sums_in_low_precision",
+    "term_divided_by_anothers_weight",
+    "tied_weight_counted_twice",
+    "unclipped",
+    "wrong_divisor",
+]
