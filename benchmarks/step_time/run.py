@@ -23,7 +23,7 @@ from paired import ratio, run_blocks, table
 
 from stretto.assemble import assemble, build_template
 from stretto.comm.group import Group
-from stretto.data import Position, Sampler
+from stretto.data import Feeder, Position, Sampler
 from stretto.plan import Plan
 from stretto.step import Stepper
 from stretto.task import Task, load_task
@@ -36,7 +36,7 @@ def stretto_step(task: Task, plan: Plan, group: Group) -> Callable[[], None]:
     """A step of stretto's engine, as a run makes it."""
     dataset = task.data()["train"]
     machinery = assemble(task, plan, build_template(task), group)
-    stepper = Stepper(task, plan, dataset, machinery)
+    stepper = Stepper(task, plan, Feeder(dataset, task.collate, task.recipe.seed), machinery)
     batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())  # type: ignore[arg-type]
     return lambda: (stepper.step(next(batches)), None)[1]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stretto.task import Task as Task
     from stretto.task import load_task as load_task
     from stretto.training import start as start
+    from stretto.weights import load_weights as load_weights
 
 # Name -> where it is. Loaded when first asked for, so that `import stretto` costs nothing and the command line starts
 # without torch. A name without a colon is a module.
@@ -31,6 +32,7 @@ _EXPORTS: Final[Mapping[str, str]] = MappingProxyType(
         "Task": "stretto.task:Task",
         "UserError": "stretto.errors:UserError",
         "load_task": "stretto.task:load_task",
+        "load_weights": "stretto.weights:load_weights",
         "losses": "stretto.losses",
         "start": "stretto.training:start",
     }

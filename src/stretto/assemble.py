@@ -8,7 +8,7 @@ import torch
 
 from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
-from stretto.data import Generators, seed_everything
+from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_feeders, seed_everything
 from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.machinery import Machinery
 from stretto.observe import free_bytes
@@ -39,6 +39,15 @@ def build_template(task: Task) -> Template:
         before.restore()
 
 
+def retyped_notes(template: Template, precision: str) -> list[str]:
+    """Sentences about what the precision makes of the model's own types."""
+    return [
+        f"model() made {name!r} (and perhaps more) in {dtype}; precision={precision} trains it in "
+        f"{template.specs[name].dtype}, as it does every parameter"
+        for dtype, name in template.retyped.items()
+    ]
+
+
 def check_same_model(template: Template, group: Group) -> None:
     """For processes that each built the model themselves. Every rank must call it.
 
@@ -56,8 +65,8 @@ def check_same_model(template: Template, group: Group) -> None:
         if apart:
             what = f"task: model() built another {apart[0].removeprefix('model/')!r} on rank {rank} than on rank"
             raise TaskError(
-                f"{what} {group.rank} ({len(apart)} of {len(found)} tensors differ). Here each process builds the model: "
-                "let it load a file, or draw from the global generators (torch's, numpy's, Python's), which are seeded"
+                f"{what} {group.rank} ({len(apart)} of {len(found)} tensors differ). Here each process builds its own: "
+                "let model() load a file, or draw from the seeded generators of torch, numpy and Python"
             )
 
 
@@ -142,6 +151,17 @@ def load_data(task: Task) -> dict[str, Any]:
         return task.data()
     finally:
         before.restore()
+
+
+def open_data(task: Task, plan: Plan, group: Group) -> dict[str, Feeder]:
+    """What feeds this rank, by split; loaders are forked here, before the model is laid out. Every rank must call it.
+
+    Raises:
+        TaskError: a split is empty, or has another length on another rank.
+    """
+    datasets = load_data(task)
+    check_lengths(group.gather_json(lengths_of(datasets)))
+    return open_feeders(datasets, task.collate, task.recipe.seed, plan.loaders)
 
 
 def fitting(template: Template, checkpoint: Checkpoint | None) -> Checkpoint | None:

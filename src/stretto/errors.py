@@ -42,6 +42,10 @@ class LaunchError(UserError):
     """Workers cannot be started as asked."""
 
 
+class LoaderError(UserError):
+    """A data loader's process died, can't be started, or can't hand over its samples."""
+
+
 class PeerLost(Exception):
     """A collective ended because another member died or the group was broken: a consequence, not a cause."""
 

@@ -1,20 +1,29 @@
-"""Evaluation: totals over a whole split, exact on every plan."""
+"""Evaluation: totals over a whole split, exact on every plan.
+
+Pairs are added up on each rank and then over the ranks; rows go to their samples' places. All ranks get one table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Dataset
 
-from stretto.data import Generators, cut, derive_seed
+from stretto.comm.group import Group
+from stretto.data import Feeder, Generators, Piece, cut, derive_seed, to_device
 from stretto.errors import TaskError
-from stretto.machinery import Machinery, fetch_samples, forward
+from stretto.machinery import Machinery, forward
 from stretto.plan import Plan
 from stretto.precision import computing
 from stretto.task import Task
+
+if TYPE_CHECKING:
+    from stretto.metrics import Metric, Total
+
+Form = list[Any]  # ["pair", shape of the sum, shape of the weight] or ["rows", shape of a row, element type]; JSON
 
 
 @contextmanager
@@ -30,41 +39,134 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
         generators.restore()
 
 
-def evaluate(task: Task, plan: Plan, on: Machinery, dataset: Dataset[Any]) -> dict[str, tuple[float, float]]:
-    """Totals (sum, weight) of the loss and of every metric over the whole dataset, exact on every plan.
+def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str, Total]:
+    """Totals of the loss and of every metric over the whole split, exact on every plan.
 
-    The dataset is cut into global batches and these over the ranks, like training; nothing is padded, dropped or
-    counted twice. Every rank must call it; all get the same totals.
+    A pair becomes (sum, weight), each a float, or a float64 tensor where it has axes. Rows become one tensor
+    [samples, ...] in the dataset's order, float64 or int64. Of a loss of several terms each has its pair, and ``loss``
+    is the sum of their means, of weight 1.
+
+    The split is cut into global batches and these over the ranks, as in training; nothing is padded, dropped or counted
+    twice. Every rank must call it; all get the same totals.
+
+    Raises:
+        TaskError: an empty split, shapes of one metric that differ, rows that are not one for each sample.
     """
     recipe = task.recipe
-    size = recipe.eval_batch or recipe.batch
-    totals: dict[str, torch.Tensor] = {}
+    if not len(feeder):
+        raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
+    cutting = (len(feeder), recipe.eval_batch or recipe.batch, plan.dp, on.group.rank)
+    feeder.expect((piece.ids, "evaluate") for piece in _pieces(*cutting))
+    table = _Table()
     terms: dict[str, None] = {}
     on.applied.refresh()
     with evaluating(on.applied.module):
-        for first in range(0, len(dataset), size):  # type: ignore[arg-type]
-            ids = range(first, min(first + size, len(dataset)))  # type: ignore[arg-type]
-            for piece in cut(ids, plan.dp, 1, on.group.rank):
-                with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
-                    seed = derive_seed(recipe.seed, "evaluate", first + piece.first)
-                    samples = fetch_samples(task, on, dataset, piece.ids, "evaluate")
-                    output = forward(task, on, samples, seed)
-                with computing(recipe.precision, on.group.device.type):
-                    losses = task.losses(output, samples)
-                    terms |= dict.fromkeys(losses)
-                    pairs = {**losses, **task.metrics(output, samples)}
-                for name, (total, weight) in pairs.items():
-                    into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
-                    if not piece.ghost:
-                        into += torch.stack([total.double().cpu(), weight.double().cpu()])
-    names = list(dict.fromkeys(name for found in on.group.gather_json(list(totals)) for name in found))
-    if not names:
-        raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
-    nothing = torch.zeros(2, dtype=torch.float64)
-    table = torch.stack([totals.get(name, nothing) for name in names])
-    on.group.all_reduce(table)
-    found = {name: (float(row[0]), float(row[1])) for name, row in zip(names, table, strict=True)}
-    if "loss" in found:
+        for piece in _pieces(*cutting):
+            samples = to_device(feeder.get(piece.ids, "evaluate"), on.group.device)
+            with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
+                output = forward(task, on, samples, derive_seed(recipe.seed, "evaluate", piece.first))
+            with computing(recipe.precision, on.group.device.type):
+                losses = task.losses(output, samples)
+                terms |= dict.fromkeys(losses)
+                found: dict[str, Metric] = {} if piece.ghost else {**losses, **task.metrics(output, samples)}
+            for name, metric in found.items():
+                table.add(name, metric, piece.ids)
+    totals = table.of_all_ranks(on.group, len(feeder))
+    return totals if "loss" in terms else {"loss": _sum_of_means([totals[name] for name in terms]), **totals}
+
+
+def _sum_of_means(terms: Sequence[Total]) -> tuple[float, float]:
+    """The loss of several terms, as a pair of weight 1; a term without weight says nothing."""
+    means = [float(total) / float(weight) for total, weight in terms if float(weight)]
+    return sum(means), float(bool(means))
+
+
+def _pieces(length: int, size: int, num_ranks: int, rank: int) -> Iterator[Piece]:
+    """What a rank evaluates, in order; ``first`` counts in the whole split."""
+    for start in range(0, length, size):
+        for piece in cut(range(start, min(start + size, length)), num_ranks, 1, rank):
+            yield replace(piece, first=start + piece.first)
+
+
+class _Table:
+    """What one rank has added up, by the names of the metrics."""
+
+    def __init__(self) -> None:
+        self._forms: dict[str, Form] = {}
+        self._pairs: dict[str, torch.Tensor] = {}  # the sum's elements, then the weight's
+        self._rows: dict[str, list[tuple[Sequence[int], torch.Tensor]]] = {}
+
+    def add(self, name: str, metric: Metric, ids: Sequence[int]) -> None:
+        """One batch. Raises TaskError for another shape than before, or rows that are not those of ``ids``."""
+        if isinstance(metric, torch.Tensor):
+            if len(metric) != len(ids):
+                raise TaskError(
+                    f"task: metrics()[{name!r}] has {len(metric)} rows for {len(ids)} samples; a metric of one tensor "
+                    "is kept row by row, so its first axis must be the samples; to add it up, return the pair "
+                    "(sum, weight)"
+                )
+            kind = torch.float64 if metric.is_floating_point() else torch.int64  # ids stay exact
+            _learn(self._forms, name, ["rows", list(metric.shape[1:]), str(kind).removeprefix("torch.")])
+            self._rows.setdefault(name, []).append((ids, metric.detach().to("cpu", kind)))
+            return
+        _learn(self._forms, name, ["pair", *(list(part.shape) for part in metric)])
+        flat = torch.cat([part.detach().double().flatten().cpu() for part in metric])
+        self._pairs[name] = self._pairs[name] + flat if name in self._pairs else flat
+
+    def of_all_ranks(self, group: Group, length: int) -> dict[str, Total]:
+        """The totals over all ranks. Every rank must call it."""
+        forms: dict[str, Form] = {}
+        counts: dict[str, int] = {}
+        rows = {name: sum(len(ids) for ids, _ in parts) for name, parts in self._rows.items()}
+        for theirs, their_rows in group.gather_json([self._forms, rows]):  # a rank may have had no sample at all
+            for name, form in theirs.items():
+                _learn(forms, name, form)
+                counts[name] = counts.get(name, 0) + their_rows.get(name, 0)
+        for name, form in forms.items():
+            if form[0] == "rows" and counts[name] != length:
+                raise TaskError(
+                    f"task: metrics()[{name!r}] has rows for {counts[name]} of the split's {length} samples; return "
+                    "it for every batch"
+                )
+        pairs = self._added(group, {name: form for name, form in forms.items() if form[0] == "pair"})
+        return {
+            name: pairs[name] if form[0] == "pair" else self._gathered(group, name, form, length)
+            for name, form in forms.items()
+        }
+
+    def _added(self, group: Group, forms: dict[str, Form]) -> dict[str, Total]:
+        """All pairs, by one all-reduce."""
+        shapes = {name: [torch.Size(shape) for shape in form[1:]] for name, form in forms.items()}
+        sizes = {name: [shape.numel() for shape in pair] for name, pair in shapes.items()}
+        cells = torch.cat(
+            [self._pairs.get(name, torch.zeros(sum(s), dtype=torch.float64)) for name, s in sizes.items()]
+        )
+        group.all_reduce(cells)
+        found: dict[str, Total] = {}
+        for name, flat in zip(sizes, torch.split(cells, [sum(pair) for pair in sizes.values()]), strict=True):
+            above, below = (part.view(s) for part, s in zip(torch.split(flat, sizes[name]), shapes[name], strict=True))
+            found[name] = above if above.ndim else float(above), below if below.ndim else float(below)
         return found
-    means = [found[name][0] / found[name][1] for name in terms if found[name][1]]
-    return {"loss": (sum(means), 1.0 if means else 0.0), **found}
+
+    def _gathered(self, group: Group, name: str, form: Form, length: int) -> torch.Tensor:
+        """The rows of all ranks at their samples' places: each adds its own to zeros, which changes no number."""
+        whole = torch.zeros([length, *form[1]], dtype=getattr(torch, form[2]))
+        for ids, rows in self._rows.get(name, ()):
+            whole.index_add_(0, torch.tensor(ids), rows)
+        group.all_reduce(whole)
+        return whole
+
+
+def _learn(forms: dict[str, Form], name: str, form: Form) -> None:
+    """Notes the form of a metric. Raises TaskError where it was another before, on this rank or elsewhere."""
+    known = forms.setdefault(name, form)
+    if known != form:
+        raise TaskError(
+            f"task: metrics()[{name!r}] changes between batches: {_told(known)}, then {_told(form)}; what is added up, "
+            "or kept row by row, must have one shape"
+        )
+
+
+def _told(form: Form) -> str:
+    kind, first, second = form
+    return f"a pair of shapes {first} and {second}" if kind == "pair" else f"rows of shape {first} ({second})"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
 from stretto.comm.group import Group
-from stretto.data import fetch, seed_everything, to_device
+from stretto.data import seed_everything, to_device
+from stretto.mistakes import whole_parameters_only
 from stretto.parallel import Applied, BoundOptimizer
 from stretto.precision import COMPUTE, computing, widen
 from stretto.sync import Sync
@@ -32,11 +32,6 @@ class Machinery:
     note: str = ""
 
 
-def fetch_samples(task: Task, on: Machinery, dataset: Dataset[Any], ids: tuple[int, ...], epoch: int | str) -> Any:
-    """The collated samples ``ids``, on the group's device."""
-    return to_device(fetch(dataset, ids, task.collate, task.recipe.seed, epoch), on.group.device)
-
-
 def forward(task: Task, on: Machinery, samples: Any, seed: int) -> Any:
     """The model's output for ``samples``, as loss() and metrics() get it.
 
@@ -45,7 +40,7 @@ def forward(task: Task, on: Machinery, samples: Any, seed: int) -> Any:
     arguments, keywords = task.inputs(samples, on.applied.module.forward)
     dtype = COMPUTE[task.recipe.precision]
     seed_everything(seed)
-    with computing(task.recipe.precision, on.group.device.type):
+    with computing(task.recipe.precision, on.group.device.type), whole_parameters_only():
         output = on.applied.module(
             *to_device(arguments, on.group.device, dtype), **to_device(keywords, on.group.device, dtype)
         )

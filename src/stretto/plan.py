@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from stretto.errors import PlanError, Refused, nearest
@@ -25,16 +25,19 @@ class Plan:
         dp_shard: ranks that cut one copy of the weights between them, a divisor of ``dp``; with ``zero=3``. By default
             all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
             sharding, arXiv 2304.11277, section 3.2.2).
+        loaders: processes of each rank that fetch and collate samples ahead of it; 0: the rank does so itself. Plans
+            that differ in nothing else are equal.
     """
 
     dp: int = 1
     zero: int = 0
     microbatches: int = 1
     dp_shard: int = 0
+    loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
         """Raises PlanError for a value that means nothing."""
-        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1), ("dp_shard", 0)):
+        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1), ("dp_shard", 0), ("loaders", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
@@ -59,7 +62,7 @@ class Plan:
                 or a world size other than ``workers``.
         """
         given: dict[str, int] = {}
-        valid = (*(field.name for field in dataclasses.fields(cls)), "dp_replicate")
+        valid = (*(each.name for each in dataclasses.fields(cls)), "dp_replicate")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -106,6 +109,7 @@ class Plan:
         parts = [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"] if hybrid else [f"dp={self.dp}"]
         parts += [f"zero={self.zero}"] if self.zero and not hybrid else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)
 
 

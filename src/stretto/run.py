@@ -9,61 +9,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import takewhile, tee
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import assemble, disassemble, fitting, load_data
-from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, pack, snapshot_slices, unpack
+from stretto.assemble import assemble, disassemble, fitting, open_data, retyped_notes
+from stretto.best import BestSoFar
+from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, json_only, snapshot_slices
 from stretto.comm.group import Group
-from stretto.data import BatchHandle, Generators, Position, Sampler, cut, derive_seed, seed_everything
+from stretto.data import (
+    BatchHandle,
+    Piece,
+    Position,
+    Sampler,
+    cut,
+    derive_seed,
+    resumed_position,
+    seed_everything,
+)
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
-from stretto.errors import CheckpointError, PeerLost, UserError, nearest
+from stretto.errors import PeerLost, UserError, nearest
 from stretto.evaluation import evaluate
+from stretto.kept import kept_of, restore
 from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
-from stretto.parallel import Template
-from stretto.plan import Plan
-from stretto.precision import LossScale
+from stretto.prepared import Prepared, RunOptions
 from stretto.runfolder import write_summary
+from stretto.skips import SkipWatch
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
-from stretto.task import Task
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a run is made of, before its group is formed; shared by the workers of a host where one builds it for all.
-
-    Args:
-        task: with its settings.
-        plan: checked against the task.
-        template: the model, built once.
-        checkpoint: what to go on from, or None for a new run.
-    """
-
-    task: Task
-    plan: Plan
-    template: Template
-    checkpoint: Checkpoint | None = None
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where a run writes, and which start of it this is.
-
-    Args:
-        folder: the run folder.
-        attempt: counts the starts of this run from 1.
-        stop_after: last step to commit in this start, or None to go to the recipe's end.
-    """
-
-    folder: Path
-    attempt: int = 1
-    stop_after: int | None = None
+from stretto.weights import weight_names
 
 
 @dataclass
@@ -97,15 +75,18 @@ class Run:
         self.state: dict[str, Any] = {}
         self._options, self._context, self._group = options, context, group
         self._began = time.perf_counter()
-        self._data = load_data(self.task)
+        self._data = open_data(self.task, self.plan, group)
+        self._weight_names = weight_names(prepared.template.structure)
+        self._best = BestSoFar(self.recipe, self.folder, self._data)
         source = fitting(prepared.template, prepared.checkpoint)
         self._on = assemble(self.task, self.plan, prepared.template, group, source)
-        self._progress = _Progress()
+        self._progress, self._skips = _Progress(), SkipWatch()
+        self._notes: list[str | None] = []
         self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
-        self._notes = [self._on.note, *_told(prepared.template, self.recipe.precision)]
+        self._notes += [self._on.note, *retyped_notes(prepared.template, self.recipe.precision)]
         prepared.template.release()
         self._saved = self._progress.step
         self._evaluated: tuple[int, dict[str, float]] | None = None
@@ -116,15 +97,9 @@ class Run:
     def _open_files(self) -> None:
         member, speaks = self._context.member, self._group.rank == 0
         self._say: Callable[[dict[str, Any]], None] = self._context.control.send if speaks else _silent
-        samples = len(self._data["train"])
         if speaks:
-            start = Start(
-                self._options.attempt,
-                self._context.epoch.members,
-                self._progress.step,
-                samples,
-                str(self.plan),
-            )
+            samples, members = len(self._data["train"]), self._context.epoch.members
+            start = Start(self._options.attempt, members, self._progress.step, samples, str(self.plan))
             record_start(self.folder, start)
         self._events = EventLog(self.folder, member)
         self._ledger = LedgerWriter(self.folder, member, self._options.attempt)
@@ -139,11 +114,7 @@ class Run:
                 "world_size": self._group.size,
             }
         )
-
-        for text in filter(None, self._notes):
-            self._say({"kind": "note", "text": text})
-        if self.recipe.eval_every and "val" not in self._data:
-            text = f"eval_every={self.recipe.eval_every} has no effect: data() returns no split named 'val'"
+        for text in filter(None, (*self._notes, *self.recipe.without_effect(self._data))):
             self._say({"kind": "note", "text": text})
 
     def _leave(self) -> None:
@@ -166,17 +137,28 @@ class Run:
             UserError: the loop asked for the next batch without having stepped the last one.
         """
         train = self._data["train"]
-        sampler = Sampler(len(train), self.recipe.batch, self.recipe.seed)
-        for batch in sampler.batches(self._progress.step + 1, self._progress.position):
-            if self._stopping or batch.step > self._last_step():
+        endless = Sampler(len(train), self.recipe.batch, self.recipe.seed).batches(
+            self._progress.step + 1, self._progress.position
+        )
+        if self._best.due(self._progress.step):  # the loop evaluated before its first batch
+            self.save()
+        left, ahead = tee(takewhile(lambda batch: batch.step <= self._last_step(), endless))
+        train.expect((piece.ids, batch.start.epoch) for batch in ahead for piece in self._cut(batch))
+        del ahead  # nor would tee ever let go of a batch
+        for batch in left:
+            if self._stopping:
                 return
             yield batch
             if self._progress.step != batch.step:
                 raise UserError(
                     f"run.batches(): batch {batch.step} was not stepped; call run.step(batch) once for each"
                 )
-            if self.recipe.save_every and batch.step % self.recipe.save_every == 0:
+            regular = self.recipe.save_every and batch.step % self.recipe.save_every == 0
+            if regular or self._best.due(batch.step):
                 self.save()
+
+    def _cut(self, batch: BatchHandle) -> tuple[Piece, ...]:
+        return cut(batch.ids, self.plan.dp, self.plan.microbatches, self._group.rank)
 
     def _last_step(self) -> int:
         return min(self.recipe.steps, self._options.stop_after or self.recipe.steps)
@@ -185,7 +167,7 @@ class Run:
         """Commits one global batch on all workers; ``outcome.loss`` is the global mean.
 
         Raises:
-            UserError: ``batch`` is not the next one.
+            UserError: ``batch`` is not the next one, or the gradient has not been finite for 50 steps in a row.
             PeerLost: another worker is gone.
         """
         if batch.step != self._progress.step + 1:
@@ -204,6 +186,7 @@ class Run:
         self._progress.skipped += outcome.skipped is not None
         self._stopping = outcome.stopping
         self._record(batch, outcome)
+        self._skips.see(outcome)
         if outcome.stopping:
             self._say({"kind": "stopping", "step": outcome.step})
         return outcome
@@ -221,8 +204,7 @@ class Run:
         self._told_draws = True
 
     def _record(self, batch: BatchHandle, outcome: StepOutcome) -> None:
-        pieces = cut(batch.ids, self.plan.dp, self.plan.microbatches, self._group.rank)
-        own = [index for piece in pieces if not piece.ghost for index in piece.ids]
+        own = [index for piece in self._cut(batch) if not piece.ghost for index in piece.ids]
         self._ledger.commit(batch.step, batch.start.epoch, batch.start.offset, batch.end.offset, own)
         event = {
             "step": outcome.step,
@@ -261,21 +243,33 @@ class Run:
         return "val" in self._data and bool(every) and step % every == 0
 
     def evaluate(self, split: str = "val") -> dict[str, float]:
-        """Loss and metrics over a whole split, exact on every plan. Every worker must call it.
+        """Loss and metrics over a whole split, exact on every plan. Every worker must call it, and gets the same.
 
         Raises:
-            UserError: the task's data has no such split.
+            UserError: the task's data has no such split, or the recipe's ``best`` is not among what it gives.
         """
         if split not in self._data:
             raise UserError(f"run.evaluate(): no split {split!r} in data(); there are {', '.join(self._data)}"
                             f"{nearest(split, self._data)}")  # fmt: skip
-        found = self.task.summarize(evaluate(self.task, self.plan, self._on, self._data[split]))
+        totals = evaluate(self.task, self.plan, self._on, self._data[split])
+        # One rank's numbers for all: what a loop decides by them (to stop, say) is then decided alike everywhere.
+        shown = self.task.summarize(totals) if self._group.rank == 0 else None
+        found: dict[str, float] = self._group.broadcast_json(shown)
         self._events.write("evaluation", step=self._progress.step, split=split, **found)
         if split == "val":
             self._evaluated = (self._progress.step, found)
             baselines = self.task.baselines() if self._group.rank == 0 else {}
             self._say({"kind": "evaluation", "step": self._progress.step, "metrics": found, "baselines": baselines})
+            self._look(found)
         return found
+
+    def _look(self, found: dict[str, float]) -> None:
+        try:
+            self._best.look(self._progress.step, found)
+        except UserError:  # on every worker: what was trained is not lost with a misspelt name
+            self.save()
+            self._writer.wait()
+            raise
 
     def save(self) -> None:
         """Starts a checkpoint of the last committed step; training waits only for the copy to memory.
@@ -288,6 +282,9 @@ class Run:
         """Hands to the writer what ``keep`` makes of this worker's state."""
         progress, group = self._progress, self._group
         self._ledger.sync()  # a checkpoint is never ahead of the ledger
+        if self._saved == progress.step:  # a member that was done first would write where the last save is tidied up
+            self._writer.wait()
+            group.barrier()
         parts = [*self._on.applied.export_state(), *self._on.optimizer.export_state()]
         self._writer.save(
             Snapshot(
@@ -298,42 +295,37 @@ class Run:
                 committer=group.rank == 0,
                 slices=keep(parts),
                 meta=self._meta() if group.rank == 0 else {},
+                pinned=self._best.pin(),
             )
         )
         self._saved = progress.step
 
     def _meta(self) -> dict[str, Any]:
-        progress, schedule = self._progress, self._on.schedule
+        progress = self._progress
         return {
             "position": {"epoch": progress.position.epoch, "offset": progress.position.offset},
             "samples": progress.samples,
             "loss": progress.loss if progress.loss == progress.loss else None,
             "skipped": progress.skipped,
-            "nominal_weight": self._stepper.nominal_weight,
-            "loss_scale": None if self._stepper.scale is None else asdict(self._stepper.scale),
-            "generators": Generators.remember().to_json(),
-            "schedule": None if schedule is None else pack(schedule.state_dict(), "the schedule's state"),
-            "groups": self._on.optimizer.hyperparameters(),
-            "scalars": self._on.optimizer.scalars(),
-            "state": _json_only(self.state, "run.state"),
+            **kept_of(self._on, self._stepper),
+            "state": json_only(self.state, "run.state"),
             "plan": str(self.plan),
+            "lengths": {split: len(feeder) for split, feeder in self._data.items()},
+            "weights": self._weight_names,
+            "best": self._best.to_json(),
         }
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         meta = checkpoint.meta
-        self._on.optimizer.load_hyperparameters(meta["groups"])
-        self._on.optimizer.import_state(checkpoint, meta["scalars"])
-        if self._on.schedule is not None and meta["schedule"] is not None:
-            self._on.schedule.load_state_dict(unpack(meta["schedule"]))
-        self._stepper.nominal_weight = meta["nominal_weight"]
-        if self._stepper.scale is not None and (kept := meta.get("loss_scale")) is not None:
-            self._stepper.scale = LossScale(**kept)
-        Generators.from_json(meta["generators"]).restore()
+        restore(checkpoint, self._on, self._stepper)
         self.state = meta["state"]
-        position = Position(meta["position"]["epoch"], meta["position"]["offset"])
+        position, note = resumed_position(checkpoint.step, meta, len(self._data["train"]))
+        self._notes.append(note)
+        self._best.resume(meta.get("best"), writes=self._group.rank == 0)
         self._progress = _Progress(checkpoint.step, position, meta["samples"], meta["loss"], meta["skipped"])
 
     def _committed(self, step: int, path: Path) -> None:
+        self._best.committed(step)
         self._context.control.send({"kind": "checkpoint", "step": step, "path": str(path)})
 
     def finish(self) -> dict[str, Any]:
@@ -341,11 +333,16 @@ class Run:
 
         Returns:
             The summary, the same on every worker but for its wall time.
+
+        Raises:
+            UserError: the run is at its end, and no step of this start had a finite gradient.
         """
         ended = self._progress.step >= self.recipe.steps
+        if ended:
+            self._skips.at_end()
         if ended and "val" in self._data and (self._evaluated is None or self._evaluated[0] != self._progress.step):
             self.evaluate()
-        if self._saved != self._progress.step:
+        if self._saved != self._progress.step or self._best.due(self._progress.step):
             self._save(tuple)  # nothing is trained any more, so no copy is needed
         self._writer.wait()
         peak = int(self._group.maximum(float(peak_rss_bytes() - self._context.imports_rss_bytes)))
@@ -360,6 +357,7 @@ class Run:
             "skipped_steps": self._progress.skipped,
             "finished": ended,
             "evaluation": self._evaluated[1] if self._evaluated else None,
+            "best": self._best.to_json(),
             "run": str(self.folder),
         }
         if self._group.rank == 0:
@@ -374,25 +372,10 @@ class Run:
         atexit.unregister(self._leave)
         self._events.close()
         self._ledger.close()
+        self._data["train"].close()
         self._group.barrier()
         disassemble(self._on)
 
 
-def _told(template: Template, precision: str) -> list[str]:
-    """What the precision makes of the model's own types."""
-    return [
-        f"model() made {name!r} (and perhaps more) in {dtype}; precision={precision} trains it in "
-        f"{template.specs[name].dtype}, as it does every parameter"
-        for dtype, name in template.retyped.items()
-    ]
-
-
 def _silent(event: dict[str, Any]) -> None:
     """Only the lowest rank speaks."""
-
-
-def _json_only(value: Any, what: str) -> Any:
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{what} must be JSON to be kept in a checkpoint: {error}") from error

@@ -20,18 +20,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Dataset
 
 from stretto.data import (
     BatchHandle,
+    Feeder,
     Generators,
     Piece,
     cut,
     derive_seed,
     drawn_since,
+    to_device,
 )
 from stretto.errors import Refused
-from stretto.machinery import Machinery, fetch_samples, forward
+from stretto.machinery import Machinery, forward
 from stretto.plan import Plan
 from stretto.precision import computing, first_scale
 from stretto.sync import Sync
@@ -39,6 +40,7 @@ from stretto.task import Task
 from stretto.terms import Terms
 
 MAX_ATTEMPTS = 3
+NOT_FINITE = "the gradient is not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +139,12 @@ class Stepper:
         self,
         task: Task,
         plan: Plan,
-        dataset: Dataset[Any],
+        feeder: Feeder,
         machinery: Machinery,
         observer: StepObserver | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._task, self._plan, self._dataset = task, plan, dataset
+        self._task, self._plan, self._feeder = task, plan, feeder
         self._on = machinery
         self._observer = observer or Onlooker()
         self._wants_stop = wants_stop
@@ -183,6 +185,7 @@ class Stepper:
         terms.weigh(pieces, fetched)
         self._names = terms.names
         for index, piece in enumerate(pieces):
+            # Out here: its errors are no lost peer's.
             samples = self._fetch(piece, batch) if fetched is None else fetched[index]
             with on.sync.microbatch(last=piece is pieces[-1], ghost=piece.ghost):
                 self._run(piece, samples, batch.step, terms)
@@ -190,7 +193,7 @@ class Stepper:
         return self._vote(batch.step, terms)
 
     def _fetch(self, piece: Piece, batch: BatchHandle) -> Any:
-        return fetch_samples(self._task, self._on, self._dataset, piece.ids, batch.start.epoch)
+        return to_device(self._feeder.get(piece.ids, batch.start.epoch), self._on.group.device)
 
     def _run(self, piece: Piece, samples: Any, step: int, terms: Terms) -> None:
         """Forward and backward of one microbatch."""
@@ -275,7 +278,7 @@ class Stepper:
         if math.isfinite(norm):
             return None
         if decision.not_finite:
-            return f"the gradient is not finite: neither is the loss on {decision.not_finite}"
+            return f"{NOT_FINITE}: neither is the loss on {decision.not_finite}"
         if self.scale is not None:
-            return f"the gradient overflowed at the loss scale {self.scale.scale:g}; the next step's is half"
-        return "the gradient is not finite"
+            return f"{NOT_FINITE} at the loss scale {self.scale.scale:g}; the next step's is half"
+        return NOT_FINITE

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from stretto.errors import RecipeError, TaskError, nearest, one_line
+from stretto.metrics import check_metrics, numbers, ratio, ratios
+from stretto.mistakes import in_one_line
 from stretto.recipe import Recipe
+from stretto.taskfile import import_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
+
+    from stretto.metrics import Metric, Total
 
 # Function -> how many positional arguments the engine passes; what follows them are settings.
 REQUIRED: Final = (("model", 0), ("data", 0), ("loss", 2), ("optimizer", 1), ("recipe", 0))
@@ -41,8 +43,6 @@ TARGET_NAMES: Final = frozenset({"label", "labels", "target", "targets", "weight
 
 
 Pair = tuple["Tensor", "Tensor"]  # a sum and its weight
-
-_loading: ContextVar[Path | None] = ContextVar("stretto_loading", default=None)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,13 @@ class Task:
     def _call(self, function: str, *arguments: Any) -> Any:
         call = self.functions[function]
         names = _setting_names(call, dict((*REQUIRED, *OPTIONAL))[function])
-        return call(*arguments, **{name: self.settings[name].value for name in names})
+        try:
+            return call(*arguments, **{name: self.settings[name].value for name in names})
+        except Exception as error:
+            given = {name: self.settings[name].value for name in names if self.settings[name].origin == "--set"}
+            if (line := in_one_line(error, function, arguments, given)) is not None:
+                raise TaskError(line) from error
+            raise
 
     def has(self, function: str) -> bool:
         """Whether the task defines ``function``."""
@@ -114,6 +120,8 @@ class Task:
     def data(self) -> dict[str, Dataset[Any]]:
         """The datasets by split, ``train`` among them. Raises TaskError for what is no map-style dataset."""
         found = self._call("data")
+        if found is None:
+            raise TaskError("task: data() returned None; it must return a dataset, or {'train': ..., 'val': ...}")
         splits = dict(found) if isinstance(found, Mapping) else {"train": found}
         if "train" not in splits:
             raise TaskError(f"task: data() returned the splits {sorted(splits)}; one must be named 'train'")
@@ -159,6 +167,11 @@ class Task:
         made = self._call("optimizer", params)
         if not isinstance(made, Optimizer):
             raise TaskError(f"task: optimizer() must return a torch.optim.Optimizer, got {type(made).__name__}")
+        if any(each.default is each.empty for each in inspect.signature(made.step).parameters.values()):
+            raise TaskError(
+                f"task: optimizer() returned {type(made).__name__}, whose step() must be given a closure that runs the "
+                "model again; a step here is one batch, so use an optimizer without (SGD, AdamW, ...)"
+            )
         return made
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -182,25 +195,19 @@ class Task:
         """One batch from a list of samples; torch's ``default_collate`` unless the task has its own."""
         if self.has("collate"):
             return self._call("collate", samples)
-        from torch.utils.data import default_collate
+        from stretto.collate import collate
 
-        return default_collate(samples)
+        return collate(samples)
 
-    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """Pairs (sum, weight) by name; empty where the task has none."""
-        if not self.has("metrics"):
-            return {}
-        return {
-            name: check_pair(pair, f"metrics()[{name!r}]")
-            for name, pair in self._call("metrics", output, batch).items()
-        }
+    def metrics(self, output: Any, batch: Any) -> dict[str, Metric]:
+        """By name pairs (sum, weight), or rows [samples, ...] that are kept; empty where the task has none."""
+        return check_metrics(self._call("metrics", output, batch)) if self.has("metrics") else {}
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """What to show for the totals of all pairs, ``loss`` among them: by default each pair's ratio."""
-        ratios = {name: total / weight if weight else float("nan") for name, (total, weight) in totals.items()}
+    def summarize(self, totals: Mapping[str, Total]) -> dict[str, float]:
+        """What to show for the totals of a split, ``loss`` among them: by default each pair's ratio."""
         if not self.has("summarize"):
-            return ratios
-        return {"loss": ratios["loss"], **self._call("summarize", dict(totals))}
+            return ratios(totals)
+        return {"loss": ratio(totals["loss"], "loss"), **numbers(self._call("summarize", dict(totals)))}
 
     def baselines(self) -> dict[str, float]:
         """Numbers to print beside the held-out metrics, such as what a trivial model reaches; may be empty."""
@@ -233,7 +240,10 @@ def check_pair(value: Any, where: str) -> Pair:
 
 
 def default_inputs(batch: Any, forward: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a pair (x, y) the x; of a mapping what ``forward`` names, without targets, never by ``**kwargs``."""
+    """Of a pair (x, y) the x; of a mapping what ``forward`` names, without targets, never by ``**kwargs``; of a
+    dataclass likewise, by its fields' names."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, Mapping):
+        batch = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
         named = [
             name
@@ -259,7 +269,8 @@ def default_inputs(batch: Any, forward: Callable[..., Any]) -> tuple[tuple[Any, 
 def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(value, Mapping):
         return (), dict(value)
-    return (tuple(value), {}) if isinstance(value, tuple) else ((value,), {})
+    # Only a plain tuple is a list of arguments: a named tuple, such as a PackedSequence, is one of them.
+    return (value, {}) if type(value) is tuple else ((value,), {})
 
 
 def load_task(source: str | Path | ModuleType | Any, sets: Mapping[str, str | Any] | None = None) -> Task:
@@ -273,7 +284,7 @@ def load_task(source: str | Path | ModuleType | Any, sets: Mapping[str, str | An
         TaskError: no such file, no such function, a misspelt setting (the nearest is offered), a value of another type.
     """
     path = resolve_task_path(source) if isinstance(source, str | Path) else None
-    holder = _import_file(path) if path is not None else source
+    holder = import_file(path) if path is not None else source
     functions = {}
     for name, _ in (*REQUIRED, *OPTIONAL):
         if callable(found := getattr(holder, name, None)):
@@ -300,31 +311,6 @@ def resolve_task_path(source: str | Path) -> Path:
     if path.suffix != ".py":
         raise TaskError(f"task: {path} is no Python file; expected TASK.py, or a folder that holds task.py")
     return path.resolve()
-
-
-def task_being_loaded() -> Path | None:
-    """The task file that is being imported at this moment, or None."""
-    return _loading.get()
-
-
-def _import_file(path: Path) -> ModuleType:
-    folder = str(path.parent)
-    if folder not in sys.path:  # so that a task may import what lies beside it
-        sys.path.insert(0, folder)
-    name = f"stretto_task_{path.parent.name}_{path.stem}".replace("-", "_").replace(".", "_")
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise TaskError(f"task: {path} can't be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    token = _loading.set(path)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise TaskError(f"task: {path}, line {error.lineno}: {error.msg}") from error
-    finally:
-        _loading.reset(token)
-    return module
 
 
 def _setting_names(function: Callable[..., Any], positional: int) -> list[str]:
@@ -386,6 +372,8 @@ def _typed(key: str, given: Any, default: Any) -> Any:
         value = yaml.safe_load(given) if isinstance(given, str) and not isinstance(default, str) else given
     except yaml.YAMLError as error:
         raise TaskError(f"--set {key}={given}: {one_line(error)}") from error
+    if not isinstance(default, str) and str(value).lower().lstrip(".+-") == "nan":
+        raise TaskError(f"--set {key}={given}: nan is no number to compute with; give another value")
     if value is None or default is inspect.Parameter.empty:
         return value
     number_as_text = default is None and isinstance(value, str)

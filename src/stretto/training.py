@@ -21,7 +21,8 @@ from stretto.observe import rss_bytes
 from stretto.order import TrainOrder
 from stretto.parallel.apply import check
 from stretto.plan import Plan
-from stretto.run import Prepared, Run, RunOptions
+from stretto.prepared import Prepared, RunOptions
+from stretto.run import Run
 from stretto.runfolder import (
     RESOLVED_NAME,
     START_ORIGIN,
@@ -29,9 +30,9 @@ from stretto.runfolder import (
     create_run_folder,
     read_resolved,
     write_resolved,
-    write_text,
 )
-from stretto.task import Setting, Task, load_task, task_being_loaded
+from stretto.task import Setting, Task, load_task
+from stretto.taskfile import changes, keep_sources, task_being_loaded
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -48,12 +49,18 @@ def prepare(payload: dict[str, Any], report: Report) -> Prepared:
         raise UserError(
             f"--stop-after {order.stop_after}: this run has committed {first_step - 1} steps; give a later step"
         )
+    if task.recipe.steps < first_step - 1:
+        raise UserError(f"steps={task.recipe.steps}: this run has committed {first_step - 1} steps; give more")
     resolved = _resolve(task, plan, order.plan, order.plan_origin)
     if order.resume:
-        resolved = _with_first_origins(resolved, read_resolved(run))
+        before = read_resolved(run)
+        if task.has("schedule") and (steps := before.recipe["steps"]["value"]) != task.recipe.steps:
+            text = f"schedule() was told {steps} steps, and is told {task.recipe.steps} from now on"
+            report({"kind": "note", "text": text})
+        resolved = _with_first_origins(resolved, before)
     write_resolved(run, resolved)
     if task.path is not None:
-        write_text(run / "task.py", task.path.read_text(encoding="utf-8"))
+        keep_sources(run, task.path)
     report({"kind": "resolved", "rows": _rows(resolved), "run": order.run})
     return prepared
 
@@ -105,6 +112,10 @@ def start(
     check_same_model(prepared.template, group)
     if group.rank == 0:
         resolved = _resolve(loaded, chosen, str(chosen), START_ORIGIN)
+        if loaded.path is not None:
+            if changed := changes(folder, loaded.path):
+                context.control.send({"kind": "note", "text": f"the task has changed since the last start:\n{changed}"})
+            keep_sources(folder, loaded.path)
         write_resolved(folder, resolved)
         context.control.send({"kind": "resolved", "rows": _rows(resolved), "run": str(folder)})
     return open_run(prepared, RunOptions(folder, attempt), context, group)

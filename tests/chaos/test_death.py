@@ -182,7 +182,7 @@ def test_the_first_signal_lets_workers_save(
     assert launcher.offspring() == []
 
 
-def test_the_second_interrupt_ends_it_at_once(launch: Callable[..., Launcher]) -> None:
+def test_the_second_interrupt_ends_it_at_once_la04(launch: Callable[..., Launcher]) -> None:
     launcher = launch("deaf_to_stop", {}, 2)
     launcher.heard(), launcher.heard()
     launcher.process.send_signal(signal.SIGINT)

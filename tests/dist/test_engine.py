@@ -84,7 +84,7 @@ def test_a_model_is_torn_down_and_rebuilt_in_the_same_process(
 @pytest.mark.parametrize(
     "plan", ["dp=3", "dp=3,zero=3", "dp=1,microbatches=3", "dp=2,zero=3,microbatches=2", "dp=2,microbatches=3"]
 )
-def test_ranks_without_samples_run_ghosts(launcher: LocalLauncher, plan: str) -> None:
+def test_ranks_without_samples_run_ghosts_hg19_hg21(launcher: LocalLauncher, plan: str) -> None:
     """Batches of two on up to six pieces: some see nothing, and the numbers are those of one device."""
     sets = {"batch": 2}
     alone = steps(launcher, "dp=1", num_steps=7, sets=sets)[0]
@@ -145,7 +145,7 @@ TRAPS = str(ROOT / "tests" / "tasks" / "traps.py")
         ({"optim": "Adagrad"}, "dp=3,zero=3"),
     ],
 )
-def test_what_is_easily_computed_wrongly_is_exact(launcher: LocalLauncher, sets: dict[str, str], plan: str) -> None:
+def test_what_is_easily_computed_wrongly_is_exact_hg03(launcher: LocalLauncher, sets: dict[str, str], plan: str) -> None:
     alone = steps(launcher, "dp=1", TRAPS, 5, sets=sets)[0]
     for rank in steps(launcher, plan, TRAPS, 5, sets=sets):
         for here, there in zip(rank["outcomes"], alone["outcomes"], strict=True):
@@ -161,7 +161,7 @@ def refusal(launcher: LocalLauncher, plan: str, **sets: Any) -> str:
     return failure.text
 
 
-def test_ranks_that_would_compute_with_each_others_layers_are_stopped(launcher: LocalLauncher) -> None:
+def test_ranks_that_would_compute_with_each_others_layers_are_stopped_hg03(launcher: LocalLauncher) -> None:
     assert "in different orders" in refusal(launcher, "dp=2,zero=3", kind="experts", length=2, batch=2)
 
 

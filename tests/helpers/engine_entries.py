@@ -14,7 +14,7 @@ import torch
 from stretto.assemble import assemble, build_template, disassemble
 from stretto.checkpoint import CheckpointWriter, Snapshot, open_checkpoint, snapshot_slices
 from stretto.comm.group import Group, Rendezvous
-from stretto.data import BatchHandle, Generators, Position, Sampler, seed_everything
+from stretto.data import BatchHandle, Feeder, Generators, Position, Sampler, seed_everything
 from stretto.errors import PeerLost
 from stretto.evaluation import evaluate
 from stretto.launch.context import WorkerContext
@@ -81,7 +81,8 @@ def steps(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     on = assemble(task, plan, build_template(task), group)
     veto = payload.get("veto")
     observer = Veto(group.rank, veto["rank"], veto["step"], veto.get("times", 1)) if veto else None
-    stepper = Stepper(task, plan, dataset, on, observer)
+    feeder = Feeder(dataset, task.collate, task.recipe.seed)
+    stepper = Stepper(task, plan, feeder, on, observer)
     seed_everything(task.recipe.seed)
     generators = Generators.remember().to_json()
     batches = _batches(task, len(dataset))
@@ -105,7 +106,7 @@ def steps(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
         "attempts": observer.attempts if observer else None,
         "unused": None if unused is None else unused.detach().flatten().tolist(),
         "lrs": [group["lr"] for group in on.optimizer.optimizer.param_groups],
-        "totals": evaluate(task, plan, on, dataset) if len(dataset) < 100 else {},
+        "totals": evaluate(task, plan, on, feeder) if len(dataset) < 100 else {},
     }
 
 
@@ -141,7 +142,7 @@ def rebuild(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
 
     plan = Plan.parse(payload["plans"][0])
     on = assemble(task, plan, template, form_group(plan, context))
-    stepper = Stepper(task, plan, dataset, on)
+    stepper = Stepper(task, plan, Feeder(dataset, task.collate, task.recipe.seed), on)
     for _ in range(payload["num_steps"]):
         losses.append(stepper.step(next(batches)).loss)
     writer = CheckpointWriter(folder)
@@ -165,7 +166,7 @@ def rebuild(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     on.optimizer.import_state(checkpoint, checkpoint.meta["scalars"])
     if on.schedule is not None and schedule is not None:
         on.schedule.load_state_dict(schedule)
-    stepper = Stepper(task, plan, dataset, on)
+    stepper = Stepper(task, plan, Feeder(dataset, task.collate, task.recipe.seed), on)
     stepper.nominal_weight = nominal
     for _ in range(payload["num_steps"]):
         losses.append(stepper.step(next(batches)).loss)
@@ -199,7 +200,7 @@ def storages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     group = form_group(plan, context)
     on = assemble(task, plan, template, group)
     template.release()
-    stepper = Stepper(task, plan, dataset, on)
+    stepper = Stepper(task, plan, Feeder(dataset, task.collate, task.recipe.seed), on)
     kept: dict[int, int] = {}
 
     class Count(Onlooker):
@@ -228,7 +229,8 @@ def weights(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     group = form_group(plan, context)
     dataset = task.data()["train"]
     on = assemble(task, plan, build_template(task), group)
-    stepper = Stepper(task, plan, dataset, on)
+    feeder = Feeder(dataset, task.collate, task.recipe.seed)
+    stepper = Stepper(task, plan, feeder, on)
     batches = _batches(task, len(dataset))
     place = on.applied.places["w"]
     found = []
@@ -245,5 +247,5 @@ def weights(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
         found.append({**brief, "w": whole.tolist(), "scale": scale, "dtypes": sorted(kinds)})
     seen = []
     on.applied.module.register_forward_hook(lambda module, _, output: seen.append(output.dtype))
-    evaluate(task, plan, on, dataset)
+    evaluate(task, plan, on, feeder)
     return {"steps": found, "compute": str(seen[0]).removeprefix("torch.")}

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,7 +230,7 @@ def test_a_member_that_does_not_come_is_named_and_nothing_stays(tmp_path: Path) 
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_a_checkpoint_appears_by_one_rename(tmp_path: Path) -> None:
+def test_a_checkpoint_appears_by_one_rename_re18(tmp_path: Path) -> None:
     """Of all that Python asks of the system in a save, one rename touches the checkpoint's own name."""
     touched: list[tuple[str, ...]] = []
     watching = True
@@ -307,6 +308,35 @@ def test_keep_leaves_the_newest(tmp_path: Path, keep: int) -> None:
         save(tmp_path, step, keep=keep)
     assert steps(tmp_path) == [40, 30, 20, 10][:keep]
     assert len(names(tmp_path)) == keep
+
+
+def test_the_newest_are_those_of_the_highest_numbers_rs11(tmp_path: Path) -> None:
+    """Numbers, not names: of nine digits the first comes before one of eight in a list of names."""
+    for step in (900, 1000, 1100, 99_999_999, 100_000_000):
+        save(tmp_path, step, keep=2)
+        if step == 1100:
+            assert steps(tmp_path) == [1100, 1000]
+    assert steps(tmp_path) == [100_000_000, 99_999_999]
+    assert newest_whole(tmp_path)[0].step == 100_000_000
+
+
+def test_one_member_deletes_for_all_rs13(tmp_path: Path) -> None:
+    for step in range(1, 11):
+        save(tmp_path, step, num_members=4, keep=1)
+        assert names(tmp_path) == [f"step-{step:08d}"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "pinned", "left"),
+    [(1, 10, [40, 10]), (2, 20, [40, 30, 20]), (2, 30, [40, 30]), (1, 40, [40]), (2, None, [40, 30])],
+)
+def test_a_pinned_one_stays_besides_the_newest(tmp_path: Path, keep: int, pinned: int | None, left: list[int]) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    writer = CheckpointWriter(tmp_path, keep)
+    writer.save(replace(snapshots(40)[0], pinned=pinned))
+    writer.wait()
+    assert steps(tmp_path) == left
 
 
 def test_keep_does_not_count_damaged_ones_and_spares_newer_ones(tmp_path: Path) -> None:

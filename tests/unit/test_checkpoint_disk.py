@@ -53,7 +53,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
             yield False
 
 
-def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_earlier_checkpoints_stay_rs05(tmp_path: Path) -> None:
     with small_disk(tmp_path) as mounted:
         save(tmp_path, 10)
         writer = CheckpointWriter(tmp_path, keep=1)
@@ -81,7 +81,7 @@ def test_a_file_that_may_not_grow_is_one_line(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
-def test_when_one_members_disk_fails_the_committer_gives_up_at_once(tmp_path: Path) -> None:
+def test_when_one_members_disk_fails_the_committer_gives_up_at_once_rs05(tmp_path: Path) -> None:
     """And says whose disk, long before the timeout."""
     save(tmp_path, 10)
 

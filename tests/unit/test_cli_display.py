@@ -22,6 +22,7 @@ ROWS: list[list[Any]] = [
 ]
 SUMMARY = {"final_loss": math.nan, "steps": 6, "samples": 60, "wall_seconds": 1.5, "plan": "dp=1", "world_size": 1}
 SUMMARY |= {"peak_bytes": 2**20, "skipped_steps": 5, "finished": True, "evaluation": None, "run": "runs/x"}
+SUMMARY["best"] = {"metric": "auc", "order": "highest", "value": 0.75, "step": 4, "path": "checkpoints/step-00000004"}
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 400])

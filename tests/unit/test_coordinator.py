@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stretto.elastic.coordinator import (
     Announce,
     AskToStop,
+    AtSafePoint,
     Break,
     Command,
     Coordinator,
@@ -96,7 +97,7 @@ def test_the_ladder_has_an_end_even_if_a_process_has_none() -> None:
     assert coordinator.handle(GraceOver()) == [Finish(7, bad("m1", code=7))]
 
 
-def test_the_first_failure_is_the_cause_and_consequences_are_set_aside() -> None:
+def test_the_first_failure_is_the_cause_and_consequences_are_set_aside_la08() -> None:
     coordinator = started(3)
     coordinator.handle(Ended("m1", 1, bad("m1", 1.0, consequence=True)))
     coordinator.handle(Ended("m3", 3, bad("m3", 3.0, code=3)))
@@ -141,10 +142,32 @@ def test_respawn_ends_the_others_and_starts_as_many_new_members() -> None:
 
 def test_stop_is_asked_once_and_gives_the_signals_exit_code() -> None:
     coordinator = started(2)
-    assert coordinator.handle(StopRequested(15)) == [AskToStop(("m1", "m2"))]
+    assert coordinator.handle(StopRequested(15)) == [AskToStop(("m1", "m2")), Wait(60.0)]
     assert coordinator.handle(StopRequested(2)) == []
     coordinator.handle(Ended("m1", 0))
     assert coordinator.handle(Ended("m2", 0)) == [Finish(143, None)]
+
+
+def test_who_does_not_heed_sigterm_in_time_is_ended_and_told_of_la04() -> None:
+    coordinator = started(2)
+    coordinator.handle(StopRequested(15))
+    assert coordinator.handle(GraceOver()) == [Break(("m1", "m2")), Wait(5.0)]
+    assert coordinator.handle(GraceOver()) == [Terminate(("m1", "m2")), Wait(2.0)]
+    coordinator.handle(Ended("m1", -15, bad("m1")))
+    [finish] = coordinator.handle(Ended("m2", -15, bad("m2")))
+    assert isinstance(finish, Finish) and finish.exit_code == 143 and finish.failure is not None
+    assert "no safe point within 60 s of SIGTERM" in str(finish.failure)
+
+
+def test_who_saves_after_sigterm_may_take_its_time() -> None:
+    coordinator = started(2)
+    coordinator.handle(StopRequested(15))
+    assert coordinator.handle(AtSafePoint()) == []
+    assert coordinator.handle(GraceOver()) == []
+
+
+def test_after_an_interrupt_the_person_decides() -> None:
+    assert started(2).handle(StopRequested(2)) == [AskToStop(("m1", "m2"))]
 
 
 def test_a_failure_while_stopping_is_still_a_failure_and_nothing_is_respawned() -> None:
@@ -229,7 +252,7 @@ class World:
             choices.append(Ended(member, 0))
             choices += [] if joined else [Joined(member)] * 4
         choices += [GraceOver()] if self.waiting else []
-        choices += [StopRequested(15), Ended("stranger", 1, bad("stranger")), Joined("stranger")]
+        choices += [StopRequested(15), AtSafePoint(), Ended("stranger", 1, bad("stranger")), Joined("stranger")]
         choices += [KillRequested(2)] if self.draw(st.integers(0, 9)) == 0 else []
         event: Event = self.draw(st.sampled_from(choices))
         return event

@@ -18,6 +18,14 @@ def test_a_plan_is_read_and_written() -> None:
     assert Plan.parse("zero=3", workers=3) == Plan(dp=3, zero=3)
 
 
+def test_loaders_are_no_part_of_what_a_plan_computes() -> None:
+    plan = Plan.parse("dp=2,loaders=3")
+    assert plan.loaders == 3 and str(plan) == "dp=2,loaders=3" and plan.world_size == 2
+    assert plan == Plan(dp=2) and str(Plan(dp=2)) == "dp=2"
+    with pytest.raises(PlanError, match="loaders must be a whole number of at least 0"):
+        Plan(loaders=-1)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

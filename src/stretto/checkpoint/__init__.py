@@ -4,7 +4,7 @@
 """
 
 from stretto.checkpoint.names import list_checkpoints
-from stretto.checkpoint.plain import pack, unpack
+from stretto.checkpoint.plain import json_only, pack, unpack
 from stretto.checkpoint.points import COMMITTER_POINTS, MEMBER_POINTS
 from stretto.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint
 from stretto.checkpoint.snapshot import Snapshot, snapshot_slices
@@ -17,6 +17,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "Snapshot",
+    "json_only",
     "list_checkpoints",
     "newest_whole",
     "open_checkpoint",

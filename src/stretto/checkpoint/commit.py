@@ -216,8 +216,8 @@ def _find_report(place: Place, member: str) -> Report | None:
     if failed.exists():
         reason = one_line(failed.read_text()) or "its disk is full"
         raise CheckpointError(
-            f"checkpoint {step_name(place.snapshot.step)} was given up: member {member} could not write its "
-            f"part: {reason}"
+            f"checkpoint {step_name(place.snapshot.step)} in {place.folder} was given up: member {member} could not "
+            f"write its part: {reason}; earlier checkpoints are untouched"
         )
     return parse_report(path.read_text()) if path.exists() else None
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
 from stretto.errors import CheckpointError
+
+
+def json_only(value: Any, what: str) -> Any:
+    """A private copy of ``value``. Raises CheckpointError where it isn't JSON; ``what`` names it."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} must be JSON to be kept in a checkpoint: {error}") from error
 
 
 def pack(value: Any, what: str) -> Any:

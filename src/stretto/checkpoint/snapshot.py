@@ -17,7 +17,8 @@ class Snapshot:
 
     ``token`` is the same on every member of the save and new for each attempt. Exactly one of ``members`` has
     ``committer`` set; its ``meta`` (JSON) goes into the manifest, the others' is not looked at. ``slices``
-    are copies that nobody writes to any more (:func:`snapshot_slices`).
+    are copies that nobody writes to any more (:func:`snapshot_slices`). Of the older checkpoints that of the
+    step ``pinned`` stays, besides the newest.
     """
 
     step: int
@@ -27,6 +28,7 @@ class Snapshot:
     committer: bool
     slices: tuple[Slice, ...]
     meta: dict[str, Any] = field(default_factory=dict)
+    pinned: int | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0:

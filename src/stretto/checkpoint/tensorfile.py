@@ -62,12 +62,12 @@ class Encoded:
         return _header_digest(self.header)
 
 
-def encode(tensors: Mapping[str, torch.Tensor]) -> Encoded:
+def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Encoded:
     """The file for tensors by key. Views, not copies, of contiguous tensors on the CPU."""
     stored = {key: _as_stored(tensor) for key, tensor in tensors.items()}
     # Readers view the mapped file as elements, so each tensor must begin at a multiple of its element's size.
     keys = sorted(stored, key=lambda key: (-tensors[key].element_size(), key))
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begin = 0
     for key in keys:
         tensor = stored[key]

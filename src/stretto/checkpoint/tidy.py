@@ -12,9 +12,12 @@ from stretto.checkpoint.reader import open_checkpoint
 from stretto.errors import CheckpointError
 
 
-def prune(folder: Path, step: int, keep: int, token: str, on_point: OnPoint = no_point) -> None:
+def prune(
+    folder: Path, step: int, keep: int, token: str, on_point: OnPoint = no_point, pinned: int | None = None
+) -> None:
     """Keeps ``keep`` whole checkpoints: the one of ``step``, just committed, and the newest before it.
 
+    That of the step ``pinned`` stays besides, where it is not among them.
     One that is not older than ``step`` is never touched. A damaged one does not count as kept, so that the
     last good one stays. Each is hidden by a rename first: a death half-way leaves no half checkpoint under
     its name.
@@ -26,6 +29,8 @@ def prune(folder: Path, step: int, keep: int, token: str, on_point: OnPoint = no
             continue
         if kept < keep:
             kept += _is_whole(path)
+            continue
+        if older == pinned:
             continue
         hidden = folder / hidden_name(older, "pruned", token)
         path.rename(hidden)

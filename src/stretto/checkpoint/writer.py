@@ -123,7 +123,7 @@ class CheckpointWriter:
         self._on_commit(step, place.final)
         self._on_point("acknowledged")
         try:
-            prune(self._folder, step, self._keep, token, self._on_point)
+            prune(self._folder, step, self._keep, token, self._on_point, place.snapshot.pinned)
             self._on_point("pruned")
             sweep(self._folder, step)
             self._on_point("swept")

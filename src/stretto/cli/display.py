@@ -157,6 +157,9 @@ class Display:
         ]
         parts += [f"{summary['skipped_steps']:,} steps skipped"] if summary["skipped_steps"] else []
         self._print("\n" + ", ".join(parts), "green" if summary["finished"] else "yellow")
+        if (best := summary["best"]) is not None:
+            told = f"best {best['metric']} {number(best['value'])} at step {best['step']:,}"
+            self._print(f"{told}: kept in {best['path']}")
         self._print(f"everything is in {summary['run']}")
 
     # ---- the terminal

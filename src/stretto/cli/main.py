@@ -1,61 +1,49 @@
-"""The command ``stretto``: its commands, and how a mistake is told in one line."""
+"""The command ``stretto``: how it starts, and how a mistake is told in one line."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
-
-import typer
-
-from stretto.cli.audit import audit_command
-from stretto.cli.resume import resume_command
-from stretto.cli.run import run_command
-from stretto.cli.train import train_command
-from stretto.cli.verify import verify_command
-from stretto.errors import UserError, nearest, one_line
+import threading
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,  # plain help starts in half the time, and reads as well
-    invoke_without_command=True,
-    help="Train any PyTorch model on any number of devices, with the numbers of one device.",
-)
-app.command("train")(train_command)
-app.command("resume")(resume_command)
-app.command("run")(run_command)
-app.command("verify")(verify_command)
-app.command("audit")(audit_command)
+# Only what Python itself has loaded by now is imported above: a Ctrl-C that comes before main() ends in a traceback.
 
 
-@app.callback()
-def _top(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    if version:
-        from stretto import __version__
-
-        print(f"stretto {__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-        raise typer.Exit
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 2 for a user's mistake, 130 after Ctrl-C, else the command's own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if threading.current_thread() is not threading.main_thread():
+        return _run(given)
+    interrupted = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        code = _run(given)
+    except BaseException:  # modules that are being loaded make other errors of it
+        if not interrupted:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return _mistake("interrupted", INTERRUPTED_EXIT_CODE) if interrupted else code
+
+
+def _run(given: list[str]) -> int:
+    from stretto.cli.app import app
+    from stretto.errors import UserError, one_line
+
     try:
         code = app(given, prog_name="stretto", standalone_mode=False)
     except UserError as error:
         return _mistake(one_line(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # whoever read our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
@@ -80,6 +68,8 @@ def _usage_line(error: Exception) -> str:
 
     Typer may bring its own click or use the installed one, so its errors are known by what they hold.
     """
+    from stretto.errors import nearest, one_line
+
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "stretto"
     if option := getattr(error, "option_name", ""):

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from stretto.cli.options import JsonOption, PlanOption, RunArgument, StopAfterOption, WorkersOption, shown_path
-from stretto.errors import CheckpointError, UserError
+from stretto.cli.options import (
+    JsonOption,
+    PlanOption,
+    RunArgument,
+    StopAfterOption,
+    WorkersOption,
+    parse_sets,
+    shown_path,
+)
+from stretto.errors import CheckpointError, UserError, nearest
 
 if TYPE_CHECKING:
     from stretto.plan import Plan
     from stretto.runfolder import Resolved
+
+# What may change in the middle of a run: how long it goes and what it leaves behind, not the numbers so far.
+CHANGEABLE: Final = ("steps", "eval_every", "save_every", "keep")
 
 
 def resume_command(
     run: RunArgument,
     workers: WorkersOption = None,
     plan: PlanOption = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="steps, eval_every, save_every or keep; repeatable."),
+    ] = None,
     stop_after: StopAfterOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -32,8 +48,9 @@ def resume_command(
 
     resolved = read_resolved(run)
     chosen, text, origin = choose_plan(resolved, plan, workers)
+    changed = changed_sets(resolved, parse_sets(sets))
     with HeldFolder(run):
-        if finished(run, json):
+        if finished(run, json, changed.get("steps", "")):
             return
         task, note = find_kept_task(run, resolved)
         if not has_checkpoint(run):
@@ -41,7 +58,7 @@ def resume_command(
         starts = read_starts(run)
         order = TrainOrder(
             task=str(task),
-            sets=resolved.values(),
+            sets={**resolved.values(), **changed},
             plan=text,
             plan_origin=origin,
             run=str(run),
@@ -49,7 +66,8 @@ def resume_command(
             attempt=starts[-1].attempt + 1 if starts else 1,
             stop_after=stop_after,
         )
-        launch = Launch(order, chosen, shown_path(task), given_sets(resolved), first_member(run), note)
+        repeated = (*given_sets(resolved, changed), *(sets or ()))
+        launch = Launch(order, chosen, shown_path(task), repeated, first_member(run), note)
         code = launch_training(launch, quiet=json)
     raise typer.Exit(code)
 
@@ -77,8 +95,27 @@ def choose_plan(resolved: Resolved, plan: str | None, workers: int | None) -> tu
     return chosen, str(chosen), "--workers"
 
 
-def finished(run: Path, quiet: bool) -> bool:
-    """Whether there is nothing left to do, which is told: a script may resume until it is so."""
+def changed_sets(resolved: Resolved, given: dict[str, str]) -> dict[str, str]:
+    """``given``, where it leaves the numbers so far as they are. Raises UserError for anything else."""
+    known = resolved.values()
+    for key in given:
+        if key in CHANGEABLE:
+            continue
+        if key not in known:
+            raise UserError(f"--set {key}: this run has no such setting{nearest(key, known)}")
+        raise UserError(
+            f"--set {key}: a run keeps the numbers that it began with, so {key} stays {known[key]}; "
+            f"{', '.join(CHANGEABLE)} may change. For other numbers begin a new run: `stretto train`"
+        )
+    return given
+
+
+def finished(run: Path, quiet: bool, steps: str = "") -> bool:
+    """Whether there is nothing left to do, which is told: a script may resume until it is so.
+
+    Args:
+        steps: a new number of steps, as given; more of them make a finished run go on.
+    """
     import json
 
     from stretto.runfolder import SUMMARY_NAME
@@ -87,7 +124,7 @@ def finished(run: Path, quiet: bool) -> bool:
         summary: dict[str, Any] = json.loads((run / SUMMARY_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    if not summary.get("finished"):
+    if not summary.get("finished") or (steps.isdecimal() and int(steps) > summary["steps"]):
         return False
     print(json.dumps(summary) if quiet else f"{run} is finished: all {summary['steps']:,} steps are done")
     return True
@@ -95,21 +132,24 @@ def finished(run: Path, quiet: bool) -> bool:
 
 def find_kept_task(run: Path, resolved: Resolved) -> tuple[Path, str]:
     """The task's file where it was, else the copy that the run keeps; and what there is to say about it."""
-    copy = run / "task.py"
+    from stretto.taskfile import COPY_NAME, changes
+
+    copy = run / COPY_NAME
     if resolved.task is None:
         raise UserError(f"{run} was started with a task that is no file; go on with it in its own script")
     path = Path(resolved.task)
     if not path.is_file():
         return copy.resolve(), f"{path} is gone; using the copy that the run keeps, {copy}"
-    if copy.is_file() and copy.read_bytes() != path.read_bytes():
-        return path, f"{path} has changed since the run's last start"
+    if changed := changes(run, path):
+        return path, f"the task has changed since the run's last start, and goes on as it is now:\n{changed}"
     return path, ""
 
 
-def given_sets(resolved: Resolved) -> tuple[str, ...]:
-    """What the run was first given by ``--set``."""
+def given_sets(resolved: Resolved, changed: Collection[str] = ()) -> tuple[str, ...]:
+    """What the run was first given by ``--set``, without what is ``changed`` now."""
     entries = {**resolved.settings, **resolved.recipe}.items()
-    return tuple(f"{key}={entry['value']}" for key, entry in entries if entry.get("origin") == "--set")
+    given = {key: entry["value"] for key, entry in entries if entry.get("origin") == "--set"}
+    return tuple(f"{key}={value}" for key, value in given.items() if key not in changed)
 
 
 def first_member(run: Path) -> int:

@@ -1,14 +1,14 @@
-"""Fetching the samples of a piece: keyed random numbers, collation, and the move to a device."""
+"""Fetching the samples of a piece: keyed random numbers, and collation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
 from stretto.data.seeds import Generators, derive_seed, seed_items
+from stretto.errors import TaskError
 
 
 def fetch(
@@ -21,31 +21,27 @@ def fetch(
     """The collated samples ``ids``.
 
     ``__getitem__`` of each runs under generators keyed by (seed, epoch, id), so an augmentation draws the same
-    numbers on whatever rank, in whatever batch, and after a restart. The global generators are left as they were.
+    numbers on whatever rank, in whatever batch, and after a restart. The global generators are left as they were. An
+    error in ``__getitem__`` carries a note that names the sample.
+
+    Raises:
+        TaskError: the dataset has become shorter.
     """
     before = Generators.remember()
     try:
         samples = []
         for index in ids:
             seed_items(derive_seed(seed, "item", epoch, index))
-            samples.append(dataset[index])
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                if isinstance(error, IndexError) and index >= (length := len(dataset)):  # type: ignore[arg-type]
+                    raise TaskError(
+                        f"task: data(): there is no sample {index} any more, as the dataset's length is {length} now; "
+                        "it must not change while a run is on: stop, and resume with the new data"
+                    ) from error
+                error.add_note(f"stretto: this was sample {index} of the dataset, in epoch {epoch}")
+                raise
         return collate(samples)
     finally:
         before.restore()
-
-
-def to_device(tree: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:
-    """The same tree with its tensors on ``device`` and, where ``floating`` is given, real floats of that type.
-
-    Tuples, named tuples, lists and mappings are rebuilt; whatever else stands in the tree is passed on as it is.
-    """
-    if isinstance(tree, torch.Tensor):
-        dtype = floating if floating is not None and tree.is_floating_point() else tree.dtype
-        return tree.to(device=device, dtype=dtype)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(to_device(value, device, floating) for value in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(to_device(value, device, floating) for value in tree)
-    if isinstance(tree, Mapping):
-        return {key: to_device(value, device, floating) for key, value in tree.items()}
-    return tree

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from signal import SIGTERM
 
 from stretto.elastic.epoch import MembershipEpoch
 from stretto.elastic.failure import Failure, first_cause
@@ -48,6 +49,11 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
+class AtSafePoint:
+    """The members have heard that they shall end, and are saving: they may take the time that it takes."""
+
+
+@dataclass(frozen=True)
 class KillRequested:
     """The job shall end at once."""
 
@@ -59,7 +65,7 @@ class GraceOver:
     """The time of the last :class:`Wait` has passed."""
 
 
-Event = Joined | Ended | StopRequested | KillRequested | GraceOver
+Event = Joined | Ended | StopRequested | AtSafePoint | KillRequested | GraceOver
 
 # ---- commands
 
@@ -127,11 +133,13 @@ Command = Spawn | Announce | AskToStop | Break | Terminate | Kill | Wait | Finis
 
 @dataclass(frozen=True)
 class Graces:
-    """How long the rest of a failed job has on each rung of the ladder."""
+    """How long the rest of a failed job has on each rung of the ladder, and a job that got SIGTERM to its next safe
+    point. (After a Ctrl-C the person at the keyboard decides, by another one.)"""
 
     break_seconds: float = 5.0
     terminate_seconds: float = 2.0
     kill_seconds: float = 2.0
+    stop_seconds: float = 60.0
 
 
 class Coordinator:
@@ -166,6 +174,7 @@ class Coordinator:
         self._rung: int | None = None  # None while nothing is being ended
         self._respawn = False
         self._stop_signal: int | None = None
+        self._safe = False
         self.finished = False
 
     def start(self) -> list[Command]:
@@ -183,12 +192,15 @@ class Coordinator:
                 return self._on_ended(member, status, failure) if member in self._alive else []
             case StopRequested(signal):
                 return self._on_stop(signal)
+            case AtSafePoint():
+                self._safe = True
+                return []
             case KillRequested(signal):
                 self._stop_signal = signal
                 self._failures.clear()  # what the killed still say is nobody's fault
                 return self._finish()
             case GraceOver():
-                return self._next_rung() if self._rung is not None else []
+                return self._next_rung() if self._rung is not None else self._end_the_deaf()
 
     def _spawn(self) -> list[Command]:
         first = self._next_member
@@ -267,7 +279,21 @@ class Coordinator:
         if self._rung is not None:
             return []
         # Before the epoch there is nothing to save.
-        return self._finish() if self._gathering else [AskToStop(self._in_rank_order(self._alive))]
+        if self._gathering:
+            return self._finish()
+        asked = AskToStop(self._in_rank_order(self._alive))
+        return [asked, Wait(self._graces.stop_seconds)] if signal == SIGTERM else [asked]
+
+    def _end_the_deaf(self) -> list[Command]:
+        """Whoever sends SIGTERM sends SIGKILL next, and then nobody says why there is no later checkpoint."""
+        if self._stop_signal is None or self._safe:
+            return []
+        text = (
+            f"the workers came to no safe point within {self._graces.stop_seconds:g} s of SIGTERM, so they were ended; "
+            "what came after the last checkpoint is lost"
+        )
+        self._failures.append(Failure("launcher", None, "signal", text, 128 + self._stop_signal))
+        return self._answer("stop")
 
     def _finish(self) -> list[Command]:
         self.finished = True

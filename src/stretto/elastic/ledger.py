@@ -126,11 +126,12 @@ def audit(run: Path) -> Audit:
         raise UserError(f"{run} holds no ledger; expected a run folder, as `stretto train` makes it")
     lines = [line for path in sorted((run / "ledger").glob("member-*.jsonl")) for line in _read(path)]
     committed, faults = _committed(starts, lines)
+    samples = {start.attempt: start.samples for start in starts}
     epochs = []
     for epoch in sorted({line.epoch for line in committed}):
         own = [line for line in committed if line.epoch == epoch]
         finished = epoch < max(line.epoch for line in committed)
-        report, found = _audit_epoch(epoch, own, starts[-1].samples, finished)
+        report, found = _audit_epoch(epoch, own, samples[max(line.attempt for line in own)], finished)
         epochs.append(report)
         faults += found
     steps = len({line.step for line in committed})

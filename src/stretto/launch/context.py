@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.elastic.epoch import MembershipEpoch
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, nearest
 from stretto.launch.control import Control, NoControl
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -69,10 +69,11 @@ def attach() -> WorkerContext:
     current one from then on.
 
     Raises:
-        LaunchError: the variables contradict each other or are not whole.
+        LaunchError: the variables contradict each other or are not whole, or name an interface that isn't there.
     """
     context = current()
     if context is None:
+        check_interface()
         environment = os.environ
         if "RANK" in environment and "WORLD_SIZE" in environment:
             context = _from_torchrun(environment)
@@ -132,6 +133,17 @@ def _started_by_other(
 def _stay_on_loopback() -> None:
     """Gloo listens on the host's outer address unless told; a job of one host has no use for that."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def check_interface() -> None:
+    """Raises LaunchError where Gloo is told to use an interface that this machine does not have."""
+    named, available = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    for name in filter(None, named.split(",")):
+        if name not in available:
+            there = ", ".join(available)
+            raise LaunchError(
+                f"GLOO_SOCKET_IFNAME: no interface {name!r}{nearest(name, available)}; available: {there}"
+            )
 
 
 def _host_store(context: WorkerContext) -> None:

@@ -9,22 +9,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stretto.elastic.failure import Failure
-from stretto.errors import PeerLost, UserError, one_line
+from stretto.errors import LaunchError, PeerLost, UserError, one_line
+from stretto.launch.limits import out_of_files
+from stretto.mistakes import users_frames
 
 
 def describe(error: BaseException, coordinates: str = "") -> dict[str, Any]:
-    """The message in which a process tells what ended it."""
+    """The message in which a process tells what ended it: ``text`` for the terminal, ``whole`` for the log."""
+    whole = ""
     if isinstance(error, UserError):
         user, text, code = True, one_line(error), error.exit_code
     elif isinstance(error, SystemExit):
         user, text, code = False, *_of_exit(error)
+    elif (line := out_of_files(error)) is not None:
+        user, text, code, whole = True, line, LaunchError.exit_code, _formatted(error)
     else:
         user, code = False, 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        text = "".join(traceback.format_exception(_without_our_frames(error))).rstrip()
+        whole = _formatted(_without_our_frames(error))
+        text = _formatted(_from_the_users_frames(error))
     return {
         "kind": "failed",
         "user": user,
         "text": text,
+        "whole": whole or text,
         "exit_code": code,
         "time": time.monotonic(),
         "consequence": any(isinstance(link, PeerLost) for link in _chain(error)),
@@ -88,6 +95,16 @@ def _without_our_frames(error: BaseException) -> BaseException:
     while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
         trace = trace.tb_next
     return error.with_traceback(trace) if trace is not None else error
+
+
+def _from_the_users_frames(error: BaseException) -> BaseException:
+    """What led from the engine to the user's code helps nobody mend it; the log keeps the whole."""
+    first = next(users_frames(error.__traceback__), None)
+    return error if first is None else error.with_traceback(first)
+
+
+def _formatted(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _name(number: int) -> str:

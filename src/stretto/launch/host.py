@@ -7,12 +7,13 @@ import os
 import select
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from stretto.comm.framed import Channel, Message, channel_of
 from stretto.launch.failures import describe
 from stretto.launch.job import Job, resolve
-from stretto.launch.process import Child, fork, resident_bytes, share_heap
+from stretto.launch.process import Child, flush_output, fork, resident_bytes, share_heap
 from stretto.launch.worker import run_worker, set_threads
 
 
@@ -41,9 +42,23 @@ def _prepare(job: Job, channel: Channel) -> Any:
     def report(event: dict[str, Any]) -> None:
         channel.send({"kind": "event", "event": event})
 
-    # Standard output is the launcher's, which may owe its reader nothing but JSON.
-    with contextlib.redirect_stdout(sys.stderr):
+    # Standard output is the launcher's, which may owe its reader nothing but JSON: neither what Python prints nor
+    # what a library or a program of the task's writes may come there.
+    with _stdout_to_stderr():
         return resolve(job.prepare)(job.payload, report)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    flush_output()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        flush_output()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 class _Host:

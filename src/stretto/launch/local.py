@@ -14,8 +14,10 @@ from typing import Any, Self
 from stretto.comm.framed import channel_pair
 from stretto.elastic.coordinator import Coordinator, Graces
 from stretto.elastic.policy import Policy, StopOnFailure
+from stretto.launch.context import check_interface
 from stretto.launch.interrupts import Interrupts
 from stretto.launch.job import Job, JobResult
+from stretto.launch.limits import check_open_files
 from stretto.launch.running import RunningJob
 
 _CLOSE_SECONDS = 5.0
@@ -41,11 +43,12 @@ class Server:
             pass_fds=(theirs.fileno(), lifeline),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C in the terminal is the launcher's to handle
-            # Gloo asks the name service for an interface otherwise, and may choose one that leads nowhere.
+            # Gloo asks the name service for an interface otherwise, and may choose one that leads nowhere. Who names
+            # one is heeded.
             # Asking the driver itself whether there is a GPU would spoil CUDA for every fork.
             env={
-                **os.environ,
                 "GLOO_SOCKET_IFNAME": "lo",
+                **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             },
@@ -111,8 +114,11 @@ class LocalLauncher:
             on_output: called with what the lowest rank prints, where the job has a ``log_dir``; default: print it.
 
         Raises:
-            LaunchError: the fork server could not do its work.
+            LaunchError: the fork server could not do its work, each worker could open too few files, or there is no
+                interface of the name that ``GLOO_SOCKET_IFNAME`` gives.
         """
+        check_open_files(job.num_workers)
+        check_interface()
         with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             coordinator = Coordinator(
                 job.num_workers,

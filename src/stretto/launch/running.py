@@ -15,6 +15,7 @@ from stretto.comm.framed import Channel, Message, channel_pair
 from stretto.elastic.coordinator import (
     Announce,
     AskToStop,
+    AtSafePoint,
     Break,
     Command,
     Coordinator,
@@ -157,6 +158,8 @@ class RunningJob:
         for message in worker.channel.receive_ready():
             match message["kind"]:
                 case "event":
+                    if message["event"].get("kind") == "stopping":
+                        self._feed(AtSafePoint())
                     self._on_event(member, message["event"])
                 case "joined":
                     self._feed(Joined(member))
@@ -265,7 +268,7 @@ class RunningJob:
             log = self._job.log_of(member)
             if log is not None and worker.last_word is not None and worker.last_word["kind"] == "failed":
                 with suppress(OSError), log.open("a") as file:  # a full disk must not hide the failure itself
-                    file.write(worker.last_word["text"] + "\n")
+                    file.write(worker.last_word["whole"] + "\n")
 
 
 def _print(text: str) -> None:

@@ -16,6 +16,7 @@ from stretto.comm.framed import Channel, channel_of
 from stretto.errors import one_line
 from stretto.launch.host import run_host
 from stretto.launch.job import Job
+from stretto.launch.limits import raise_open_files
 from stretto.launch.process import Child, end_group_with, fork, share_heap
 
 
@@ -25,6 +26,7 @@ def main(arguments: list[str]) -> int:
     os.set_inheritable(socket_fd, False)
     os.set_inheritable(lifeline, False)
     end_group_with(lifeline)
+    raise_open_files()
     channel = channel_of(socket_fd)
     for name in modules:
         try:

@@ -9,32 +9,39 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from stretto.data import Feeder
 from stretto.sync import Sync
+from stretto.task import Task
 
 
 class Feed:
     """Notes of one step: samples fetched for microbatches that count, and for ghosts."""
 
     def __init__(self) -> None:
+        self._pieces: list[list[int]] = []
         self._ids: list[int] = []
-        self._num_ghosts = 0
+        self._ghosts: list[int] = []
 
     def clear(self) -> None:
         """A step begins, perhaps anew."""
-        self._ids, self._num_ghosts = [], 0
+        self._pieces, self._ids, self._ghosts = [], [], []
+
+    def begin(self) -> None:
+        """Samples are about to be fetched for one more microbatch."""
+        self._pieces.append([])
 
     def note(self, index: int) -> None:
         """The sample was fetched."""
-        self._ids.append(index)
+        self._pieces[-1].append(index)
 
-    def ran(self, ghost: bool) -> None:
-        """A microbatch was run; a ghost has one sample, and a rank's ghosts come last."""
-        self._num_ghosts += ghost
+    def use(self, ghost: bool) -> None:
+        """A microbatch runs on the samples that were fetched first of those that no microbatch has used."""
+        if self._pieces:
+            (self._ghosts if ghost else self._ids).extend(self._pieces.pop(0))
 
     def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The samples that counted and those that didn't, in order."""
-        counted = len(self._ids) - self._num_ghosts
-        return tuple(self._ids[:counted]), tuple(self._ids[counted:])
+        return tuple(self._ids), tuple(self._ghosts)
 
 
 class WatchedDataset(Dataset[Any]):
@@ -51,6 +58,19 @@ class WatchedDataset(Dataset[Any]):
         return self._dataset[index]
 
 
+class WatchedFeeder(Feeder):
+    """A feeder without loaders that notes where the samples of one microbatch end; ``dataset`` notes which they are."""
+
+    def __init__(self, dataset: WatchedDataset, task: Task, feed: Feed) -> None:
+        super().__init__(dataset, task.collate, task.recipe.seed)
+        self._feed = feed
+
+    def get(self, ids: tuple[int, ...], epoch: int | str) -> Any:
+        """See :class:`Feeder`."""
+        self._feed.begin()
+        return super().get(ids, epoch)
+
+
 class WatchedSync:
     """A sync rule that notes when a step begins and which microbatches are ghosts; see :class:`Sync`."""
 
@@ -65,7 +85,7 @@ class WatchedSync:
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Sync`."""
-        self._feed.ran(ghost)
+        self._feed.use(ghost)
         with self._sync.microbatch(last, ghost):
             yield
 

@@ -19,8 +19,8 @@ from stretto.verify.facts import RankFacts, ReferenceRecord
 from stretto.verify.report import PlanReport, VerifyReport
 from stretto.verify.tolerances import NAMES
 
-PRELOADS: Final = ("torch", "torch.distributed", "stretto.verify.worker", "stretto.parallel.whole")
-PRELOADS_SHARDED: Final = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+PRELOADS: Final = ("torch", "torch.distributed", "torch._dynamo", "stretto.verify.worker", "stretto.parallel.whole")
+PRELOADS_SHARDED: Final = ("torch.distributed.fsdp", "torch.distributed.tensor")
 INTERRUPTED: Final = (130, 143)  # exit codes after Ctrl-C and SIGTERM
 
 
@@ -129,6 +129,9 @@ class _Prover:
         if report.status == "passed" and record.random and pieces > 1:
             reason = "forward draws random numbers, which belong to a batch's pieces: equal to one device with as many"
             report = replace(report, reason=f"{reason} (dp=1,microbatches={pieces})")
+        if report.status == "passed" and plan.loaders:
+            told = f"loaders={plan.loaders} took no part: verify watches each worker fetch its samples itself"
+            report = replace(report, reason="\n".join(filter(None, (report.reason, told))))
         return report
 
     def _run_reference(self, pieces: int) -> _Reference:

@@ -22,7 +22,7 @@ from stretto.plan import Plan
 from stretto.step import Stepper
 from stretto.task import Task, load_task
 from stretto.verify.facts import RankFacts
-from stretto.verify.feed import Feed, WatchedDataset, WatchedSync
+from stretto.verify.feed import Feed, WatchedDataset, WatchedFeeder, WatchedSync
 from stretto.verify.recorded import Recorded
 from stretto.verify.witness import Witness
 
@@ -72,7 +72,8 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> RankFacts:
     witness = Witness(recorded, machinery, feed)
     witness.begin()
     dataset = WatchedDataset(prepared.dataset, feed)
-    stepper = Stepper(task, plan, dataset, machinery, witness)
+    # Without loaders: what is fetched is watched in this process.
+    stepper = Stepper(task, plan, WatchedFeeder(dataset, task, feed), machinery, witness)
     batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
     for batch in islice(batches, len(recorded.record.steps)):
         stepper.step(batch)

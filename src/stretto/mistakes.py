@@ -1,0 +1,107 @@
+"""Whose mistake an exception is: the user's frames in a traceback, and the few errors that one line tells whole."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from stretto.errors import Refused, UserError, nearest, one_line
+
+FACTORIES: Final = frozenset({"model", "data", "optimizer", "schedule"})
+
+
+def users_frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    """The parts of a traceback that are neither ours, nor Python's, nor an installed package's."""
+    ours = str(Path(__file__).parent)
+    others = tuple({ours, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((*others, "<")):
+            yield trace
+        trace = trace.tb_next
+
+
+def in_one_line(error: Exception, function: str, arguments: tuple[Any, ...], given: Mapping[str, Any]) -> str | None:
+    """What a task's ``function(*arguments)`` did wrong, where one line says all that its traceback would; else None.
+
+    Args:
+        given: those of its settings that came from ``--set``.
+    """
+    if isinstance(error, UserError):
+        return None
+    if isinstance(error, ModuleNotFoundError):
+        return missing_module(error)
+    if isinstance(error, KeyError) and arguments and isinstance(arguments[-1], Mapping):
+        return _missing_entry(error, function, arguments[-1])
+    frames = list(users_frames(error.__traceback__))
+    if function in FACTORIES and given and len(frames) == 1:
+        told = " ".join(f"--set {key}={value}" for key, value in given.items())
+        problem = f"{type(error).__name__}: {one_line(error)} ({_place(frames[0])})"
+        return f"task: {function}() does not work with {told}: {problem}"
+    return None
+
+
+@contextmanager
+def whole_parameters_only() -> Iterator[None]:
+    """Surrounds a model's forward. Torch's word on a parameter that lies there in shards is about its own types.
+
+    Raises:
+        Refused: the model reads a parameter outside of the module that it belongs to.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        *_, last = (None, *users_frames(error.__traceback__))
+        place = f" ({_place(last)})" if last is not None else ""
+        raise Refused(
+            f"plan: the model reads a parameter without calling the module that it belongs to{place}, and so gets a "
+            "shard of it; call that module, or use zero=0"
+        ) from error
+
+
+def missing_module(error: ModuleNotFoundError) -> str:
+    """A line for an import of what isn't there, with the place in the user's code that led to it."""
+    *_, last = (None, *users_frames(error.__traceback__))
+    place = f"{_place(last)}: " if last is not None else ""
+    return f"task: {place}{one_line(error)}; install it, or put it beside the task"
+
+
+def _place(trace: TracebackType) -> str:
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
+
+
+def _missing_entry(error: KeyError, function: str, batch: Mapping[Any, Any]) -> str | None:
+    """A line for a batch that was asked for an entry that it lacks; None where something else lacked the key."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not error.args or error.args[0] in batch:
+        return None
+    summary = traceback.extract_tb(trace, limit=1)[0]
+    if _indexed(summary, trace.tb_frame) is not batch:
+        return None
+    key = error.args[0]
+    names = ", ".join(map(str, batch))
+    return f"task: {function}() asked the batch for {key!r}; it has: {names}{nearest(str(key), map(str, batch))}"
+
+
+def _indexed(summary: traceback.FrameSummary, frame: FrameType) -> Any:
+    """The value of NAME where the code that was running is ``NAME[...]``, else None."""
+    if summary.colno is None or summary.end_colno is None or summary.lineno != summary.end_lineno:
+        return None
+    line = linecache.getline(summary.filename, summary.lineno or 0).encode()
+    try:
+        found = ast.parse(line[summary.colno : summary.end_colno].decode(), mode="eval").body
+    except SyntaxError:
+        return None
+    name = found.value.id if isinstance(found, ast.Subscript) and isinstance(found.value, ast.Name) else ""
+    return frame.f_locals.get(name)

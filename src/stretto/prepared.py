@@ -1,0 +1,43 @@
+"""What a run is made of, and where it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.checkpoint import Checkpoint
+from stretto.parallel import Template
+from stretto.plan import Plan
+from stretto.task import Task
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, before its group is formed; shared by the workers of a host where one builds it for all.
+
+    Args:
+        task: with its settings.
+        plan: checked against the task.
+        template: the model, built once.
+        checkpoint: what to go on from, or None for a new run.
+    """
+
+    task: Task
+    plan: Plan
+    template: Template
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run writes, and which start of it this is.
+
+    Args:
+        folder: the run folder.
+        attempt: counts the starts of this run from 1.
+        stop_after: last step to commit in this start, or None to go to the recipe's end.
+    """
+
+    folder: Path
+    attempt: int = 1
+    stop_after: int | None = None

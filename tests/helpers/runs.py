@@ -1,0 +1,55 @@
+"""Starts runs as the command line does, over one fork server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.launch import Job, JobResult, LocalLauncher
+from stretto.order import TrainOrder
+from stretto.plan import Plan
+
+
+@dataclass
+class Starter:
+    """``notes`` has what was said on the way."""
+
+    launcher: LocalLauncher
+    notes: list[str] = field(default_factory=list)
+
+    def start(
+        self,
+        run: Path,
+        task: Path,
+        plan: str,
+        *,
+        attempt: int = 1,
+        stop: int | None = None,
+        entry: str = "stretto.training:work",
+        **sets: Any,
+    ) -> JobResult:
+        """One start of a run; every one after the first is a resume."""
+        run.mkdir(exist_ok=True)
+        order = TrainOrder(str(task), sets, plan, "test", str(run), attempt > 1, attempt, stop)
+        job = Job(
+            entry,
+            order.to_payload(),
+            Plan.parse(plan).world_size,
+            prepare="stretto.training:prepare",
+            first_member=1 + 10 * attempt,
+            attempt=attempt,
+            log_dir=run / "logs",
+            python_path=(str(Path(__file__).parent),),
+        )
+        return self.launcher.run(job, lambda member, event: self._hear(event), lambda text: None)
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "note":
+            self.notes.append(event["text"])
+
+    def good(self, *arguments: Any, **more: Any) -> JobResult:
+        """A start that must end well."""
+        result = self.start(*arguments, **more)
+        assert result.exit_code == 0, result.failure
+        return result
