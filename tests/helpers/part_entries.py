@@ -12,7 +12,7 @@ import torch
 from stretto.assemble import assemble, build_template, disassemble
 from stretto.checkpoint import CheckpointWriter, Snapshot, open_checkpoint, snapshot_slices
 from stretto.comm.group import Group, Rendezvous
-from stretto.data import BatchHandle, Position, Sampler
+from stretto.data import BatchHandle, Feeder, Position, Sampler
 from stretto.evaluation import evaluating
 from stretto.launch.context import WorkerContext
 from stretto.machinery import Machinery
@@ -79,7 +79,7 @@ def trained(payload: dict[str, Any], context: WorkerContext) -> list[dict[str, A
         group = Group(Rendezvous(context.epoch.store, 2 * index + 1, context.rank, plan.world_size))
         on = assemble(task, plan, template, group)
         noted = Gradients()
-        stepper = Stepper(task, plan, dataset, on, noted)
+        stepper = Stepper(task, plan, Feeder(dataset, task.collate, task.recipe.seed), on, noted)
         batches = _batches(task, len(dataset), payload.get("in_order", False))
         outcomes = [stepper.step(next(batches)) for _ in range(payload["num_steps"])]
         buffers = {name: buffer.flatten().tolist() for name, buffer in on.applied.module.named_buffers()}
