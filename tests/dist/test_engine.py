@@ -173,6 +173,17 @@ def test_a_part_of_the_model_in_a_closure_is_refused(launcher: LocalLauncher) ->
     assert "the function in act holds a part of the model" in refusal(launcher, "dp=1", kind="closure")
 
 
+def test_a_hook_on_a_gradient_is_refused(launcher: LocalLauncher) -> None:
+    assert "leave.weight has a gradient hook" in refusal(launcher, "dp=1", kind="hook")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=1,microbatches=2", "dp=2,zero=3"])
+def test_a_table_that_looks_at_the_whole_batch_is_refused_where_it_is_cut(launcher: LocalLauncher, plan: str) -> None:
+    assert "table has max_norm" in refusal(launcher, plan, kind="max_norm")
+    assert "table has scale_grad_by_freq" in refusal(launcher, plan, kind="frequencies")
+    assert steps(launcher, "dp=1", TRAPS, 2, sets={"kind": "max_norm"})[0]["failed"] is None
+
+
 def test_a_new_worker_reaches_its_first_sharded_backward_at_once(launcher: LocalLauncher) -> None:
     seconds = []
     for _ in range(6):

@@ -35,6 +35,11 @@ class Trap(nn.Module):
         self.empty = nn.Parameter(torch.ones(0, 3))
         if kind == "complex":
             self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3) + 1.0))
+        if kind == "hook":
+            self.leave.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        if kind in ("max_norm", "frequencies"):
+            shorten, frequent = 1.0 if kind == "max_norm" else None, kind == "frequencies"
+            self.table = nn.Embedding(2, 6, max_norm=shorten, scale_grad_by_freq=frequent)
         if kind == "closure":
             captured = self.leave.bias
             self.act = lambda x: x + captured
@@ -55,6 +60,8 @@ class Trap(nn.Module):
         if self.kind == "complex":
             turned = torch.view_as_complex(h.view(-1, 3, 2).contiguous()) * self.turn
             h = torch.view_as_real(turned).flatten(1)
+        if self.kind in ("max_norm", "frequencies"):
+            h = h + self.table((x[:, 0] > 0).long())
         for layer in self.layers:
             h = layer(h)
         return self.leave(self.act(h) if self.kind == "closure" else h)

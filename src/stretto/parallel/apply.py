@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from torch import nn
+
 from stretto.comm.group import Group
 from stretto.errors import Refused
 from stretto.parallel._base import Applied, Manner, Ranks
@@ -45,6 +47,25 @@ def check(template: Template, plan: Plan) -> None:
             f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "
             f"would be of pieces. Use microbatches=1, or replace it by GroupNorm"
         )
+    if plan.dp * plan.microbatches > 1:
+        _check_tables(template, plan)
+
+
+def _check_tables(template: Template, plan: Plan) -> None:
+    """Raises Refused for an embedding that looks at the whole batch where no loss shows it."""
+    for name, table in template.structure.named_modules():
+        if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if table.max_norm is not None:
+            raise Refused(
+                f"plan {plan}: {name} has max_norm, so forward shortens the rows that a piece of the batch reads, in "
+                "place, and ranks would train different tables. Use dp=1, or normalise what the table returns"
+            )
+        if table.scale_grad_by_freq:
+            raise Refused(
+                f"plan {plan}: {name} has scale_grad_by_freq, whose frequencies are of the whole batch; of its pieces "
+                "they would be others. Use dp=1, or weigh the samples in loss()"
+            )
 
 
 def apply(template: Template, plan: Plan, group: Group, manner: Manner | None = None) -> Applied:

@@ -38,6 +38,7 @@ class Template:
             if tensor.is_meta:
                 raise TaskError(f"task: {name} lies on the meta device; model() must build real weights")
         _refuse_captured(module)
+        _refuse_hooked(module)
         self._module = module
         self.retyped = dict(retyped or {})
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(name, p) for name, p in module.named_parameters()}
@@ -126,6 +127,17 @@ def _refuse_captured(module: nn.Module) -> None:
                         f"task: the function in {where} holds a part of the model in its closure, which can't be "
                         "copied with it; make it a method, or pass the parameter as an argument"
                     )
+
+
+def _refuse_hooked(module: nn.Module) -> None:
+    """Raises TaskError where a parameter changes its gradient by a hook: copies don't have it, and parts of a gradient
+    would be changed where one device changes their sum."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TaskError(
+                f"task: {name} has a gradient hook, which would see parts of its gradient instead of their sum; change "
+                "the loss, or let optimizer() return an optimizer that does it"
+            )
 
 
 def _content(cell: Any) -> Any:
