@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 from torch._C._distributed_c10d import Store
 
-BUFFER_BYTES: Final = 1 << 20  # two of them and a page for each member; larger ones fall out of the caches
+BUFFER_BYTES: Final = 1 << 22  # two of them and a page for each member; larger ones fall out of the caches
 
 _PAGE: Final = 4096
 _POSTED, _FAULT, _PID, _BORN, _TOKEN = (offset // 8 for offset in (0, 64, 128, 136, 144))  # words of a member's page
