@@ -50,12 +50,21 @@ def check_optimizer(task: Task, plan: Plan) -> None:
         )
 
 
-def assemble(task: Task, plan: Plan, template: Template, group: Group, source: StateSource | None = None) -> Machinery:
+def assemble(
+    task: Task,
+    plan: Plan,
+    template: Template,
+    group: Group,
+    source: StateSource | None = None,
+    forced: bool = False,
+) -> Machinery:
     """Lays the template out over ``group`` and fills it from ``source`` (default: the template's first values).
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
+    ``forced``: the user trains on knowing that the plan changes the numbers.
     """
-    check_optimizer(task, plan)
+    if not forced:
+        check_optimizer(task, plan)
     applied = apply(template, plan, group)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)

@@ -8,11 +8,11 @@ from typing import Final
 
 from stretto.plan import Plan
 
-_ALWAYS: Final = ("torch.distributed", "stretto.training", "stretto.parallel.whole")
+# torch._dynamo: making any optimizer loads it, which takes each worker two seconds.
+_ALWAYS: Final = ("torch.distributed", "torch._dynamo", "stretto.training", "stretto.parallel.whole")
 _BY_ZERO: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
     {
         3: (
-            "torch._dynamo",
             "torch.distributed.fsdp",
             "torch.distributed.tensor",
             "stretto.parallel.sharded",

@@ -27,7 +27,7 @@ from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
 from stretto.parallel import Template
 from stretto.plan import Plan
-from stretto.runfolder import write_summary
+from stretto.runfolder import Law, write_summary
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
 from stretto.task import Task
@@ -42,12 +42,14 @@ class Prepared:
         plan: checked against the task.
         template: the model, built once.
         checkpoint: what to go on from, or None for a new run.
+        law: whether the plan keeps the numbers of one device.
     """
 
     task: Task
     plan: Plan
     template: Template
     checkpoint: Checkpoint | None = None
+    law: Law = field(default_factory=Law)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Run:
         self._began = time.perf_counter()
         self._data = load_data(self.task)
         source = fitting(prepared.template, prepared.checkpoint)
-        self._on = assemble(self.task, self.plan, prepared.template, group, source)
+        self._law = prepared.law
+        self._on = assemble(self.task, self.plan, prepared.template, group, source, forced=not self._law.kept)
         self._progress = _Progress()
         self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
@@ -353,7 +356,10 @@ class Run:
             "finished": ended,
             "evaluation": self._evaluated[1] if self._evaluated else None,
             "run": str(self.folder),
+            "law_kept": self._law.kept,
         }
+        if not self._law.kept:
+            summary["law_broken"] = self._law.reason
         if self._group.rank == 0:
             write_summary(self.folder, summary)
         self._say({"kind": "summary", **summary})

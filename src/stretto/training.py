@@ -21,6 +21,7 @@ from stretto.observe import rss_bytes
 from stretto.order import TrainOrder
 from stretto.parallel.apply import check
 from stretto.plan import Plan
+from stretto.prelaunch import Verdict, examine, settle, since
 from stretto.run import Prepared, Run, RunOptions
 from stretto.runfolder import (
     RESOLVED_NAME,
@@ -48,9 +49,12 @@ def prepare(payload: dict[str, Any], report: Report) -> Prepared:
         raise UserError(
             f"--stop-after {order.stop_after}: this run has committed {first_step - 1} steps; give a later step"
         )
-    resolved = _resolve(task, plan, order.plan, order.plan_origin)
-    if order.resume:
-        resolved = _with_first_origins(resolved, read_resolved(run))
+    before = read_resolved(run) if order.resume else None
+    verdict = examine(task, plan, lambda: prepared.template.structure, run)
+    prepared = replace(prepared, law=since(before, settle(verdict, order.force, "--force", report)))
+    resolved = _resolve(prepared, order.plan, order.plan_origin)
+    if before is not None:
+        resolved = _with_first_origins(resolved, before)
     write_resolved(run, resolved)
     if task.path is not None:
         write_text(run / "task.py", task.path.read_text(encoding="utf-8"))
@@ -72,6 +76,7 @@ def start(
     settings: Mapping[str, Any] | None = None,
     run: str | Path | None = None,
     resume: bool = False,
+    force: bool = False,
 ) -> Run:
     """Begins a run in a script with its own loop; every worker calls it, first of all.
 
@@ -81,6 +86,7 @@ def start(
         settings: values for the task's settings and the recipe's fields.
         run: the run folder; default: the next free ``runs/NAME``.
         resume: go on from the newest whole checkpoint in ``run``, where there is one.
+        force: train even where the probes say that the plan would change the numbers; the run folder records it.
 
     Raises:
         PlanError: the plan needs another number of workers than were started.
@@ -97,16 +103,27 @@ def start(
     loaded = load_task(task, settings)
     chosen = plan if isinstance(plan, Plan) else Plan.parse(plan or "", None if plan else context.world_size)
     _check_started(chosen, context)
+    verdict = _examined_by_one(loaded, chosen, Path(run or "runs/NAME"), context)
     group = form_group(chosen, context)
+    tell = context.control.send if group.rank == 0 else _quiet
+    law = settle(Verdict.from_json(group.broadcast_json(verdict)), force, "start(force=True)", tell)
     folder, attempt = _agree_on_folder(group, loaded, None if run is None else Path(run), resume)
     going_on = resume and bool(list_checkpoints(folder / "checkpoints"))
-    checkpoint = _newest(folder, context.control.send if group.rank == 0 else _quiet) if going_on else None
-    prepared = _prepare(loaded, chosen, checkpoint)
+    checkpoint = _newest(folder, tell) if going_on else None
+    before = read_resolved(folder) if going_on else None
+    prepared = replace(_prepare(loaded, chosen, checkpoint), law=since(before, law))
     if group.rank == 0:
-        resolved = _resolve(loaded, chosen, str(chosen), START_ORIGIN)
+        resolved = _resolve(prepared, str(chosen), START_ORIGIN)
         write_resolved(folder, resolved)
         context.control.send({"kind": "resolved", "rows": _rows(resolved), "run": str(folder)})
     return open_run(prepared, RunOptions(folder, attempt), context, group)
+
+
+def _examined_by_one(task: Task, plan: Plan, run: Path, context: WorkerContext) -> dict[str, Any] | None:
+    """Rank 0 probes before the group is formed, as its threads and sockets have no place in a fork."""
+    if context.rank:
+        return None
+    return examine(task, plan, lambda: build_template(task).structure, run).to_json()
 
 
 def _tell_mistakes_in_one_line() -> None:
@@ -190,8 +207,8 @@ def _agree_on_folder(group: Group, task: Task, wanted: Path | None, resume: bool
     return Path(found["folder"]), int(found["attempt"])
 
 
-def _resolve(task: Task, plan: Plan, plan_text: str, plan_origin: str) -> Resolved:
-    cluster = Cluster.measure()
+def _resolve(prepared: Prepared, plan_text: str, plan_origin: str) -> Resolved:
+    task, plan, cluster = prepared.task, prepared.plan, Cluster.measure()
     named = {piece.partition("=")[0].strip() for piece in plan_text.split(",")}
     recipe = {
         name: {"value": getattr(task.recipe, name), "origin": origin} for name, origin in task.recipe_origins.items()
@@ -209,6 +226,7 @@ def _resolve(task: Task, plan: Plan, plan_text: str, plan_origin: str) -> Resolv
             for name, value in asdict(plan).items()
         },
         cluster={name: {"value": value, "origin": "measured"} for name, value in asdict(cluster).items()},
+        law=prepared.law,
     )
 
 

@@ -23,14 +23,15 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "stretto"
 FACES = ("dashboard", "report", "serve", "search", "compress", "pool", "submit")
 INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
-    *("script", "preload", "training", "order", "loop", "run", "assemble", "step", "evaluation", "machinery"),
-    *("launch", "elastic", "watch", "checkpoint"),
+    *("script", "preload", "training", "prelaunch", "order", "loop", "run", "assemble", "step"),
+    *("evaluation", "machinery", "launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")
 PURE = ("planner", "schedule", "graph")
 GROUND = (
+    "probes",  # runs a task's own data and model, and keeps files: it looks down on all of the ground
     *("state", "comm", "data", "observe", "runfolder"),
-    *("losses", "probes", "task", "recipe", "plan", "cluster", "mesh", "precision", "errors"),
+    *("losses", "task", "recipe", "plan", "cluster", "mesh", "precision", "errors"),
 )
 # The package itself ("stretto", its __init__) stands above all: it is the list of names that users import.
 ORDER = ("stretto", "__main__", "cli", *FACES, *INSTRUMENTS, *ENGINE, *STRATEGIES, *PURE, *GROUND)

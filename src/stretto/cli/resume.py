@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stretto.cli.options import JsonOption, PlanOption, RunArgument, StopAfterOption, WorkersOption, shown_path
+from stretto.cli.options import (
+    ForceOption,
+    JsonOption,
+    PlanOption,
+    RunArgument,
+    StopAfterOption,
+    WorkersOption,
+    shown_path,
+)
 from stretto.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ def resume_command(
     workers: WorkersOption = None,
     plan: PlanOption = None,
     stop_after: StopAfterOption = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
     """Go on with a run from its newest whole checkpoint, on any number of workers."""
@@ -48,6 +57,7 @@ def resume_command(
             resume=True,
             attempt=starts[-1].attempt + 1 if starts else 1,
             stop_after=stop_after,
+            force=force,
         )
         launch = Launch(order, chosen, shown_path(task), given_sets(resolved), first_member(run), note)
         code = launch_training(launch, quiet=json)
