@@ -119,6 +119,7 @@ class Mean(nn.Module):
 
 _LAYERS = {
     "batch mean": Center,
+    "no labels": Center,
     "softmax over batch": SoftmaxOverBatch,
     "running mean": Running,
 }
@@ -186,6 +187,11 @@ def loss(output: Any, batch: Batch, kind: str = "contrast") -> Any:
         return output * len(y), len(y)
     if kind == "padding":
         return losses.mse(output, y)
+    if kind == "faint balance":  # with weights in float32, as data has them
+        total, weights = (output.squeeze(-1) - y).square().sum(), torch.full_like(y, 0.7)
+        return total + 1e-5 * output.mean() ** 2 * len(y), weights.sum()
+    if kind == "no labels":
+        return (output * 0).sum(), 0
     return losses.mse(output.squeeze(-1), y)
 
 

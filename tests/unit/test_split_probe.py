@@ -35,6 +35,8 @@ UNCUTTABLE = (
     ("own generator", "model(): layer 1 (Noise) gave something else for the same samples", "a generator of your own"),
     ("system noise", "model(): layer 1 (Noise) gave something else for the same samples", "the system or a clock"),
     ("stateful", "data(): __getitem__(12) gave another sample", "keep no state between reads"),
+    ("faint balance", "loss(): the sum over 5 samples is", "though each sample's output is the same"),
+    ("no labels", "model(): layer 1 (Center) gave a sample other numbers", "mixes samples"),
     ("metrics", "metrics()['error'] doesn't add up", "summarize()"),
 )
 
