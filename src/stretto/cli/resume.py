@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from stretto.cli.options import (
+    ForceOption,
     JsonOption,
     PlanOption,
     RunArgument,
@@ -38,6 +39,7 @@ def resume_command(
         typer.Option("--set", metavar="KEY=VALUE", help="steps, eval_every, save_every or keep; repeatable."),
     ] = None,
     stop_after: StopAfterOption = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
     """Go on with a run from its newest whole checkpoint, on any number of workers."""
@@ -65,6 +67,7 @@ def resume_command(
             resume=True,
             attempt=starts[-1].attempt + 1 if starts else 1,
             stop_after=stop_after,
+            force=force,
         )
         repeated = (*given_sets(resolved, changed), *(sets or ()))
         launch = Launch(order, chosen, shown_path(task), repeated, first_member(run), note)
