@@ -97,6 +97,6 @@ def _of_optimizer(findings: Findings, plan: Plan) -> str | None:
         return (
             f"plan {plan}: optimizer() looks at whole tensors: a parameter's update differs from its halves' by "
             f"{findings.reach_error:.0e} of the change, so sharding would change the numbers; use zero=2 or less, "
-            "where each tensor has one owner, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
+            "where each tensor has one owner, or an optimizer that works element by element (SGD, Adam, AdamW, ...)"
         )
     return None
