@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -94,7 +93,7 @@ def choose_plan(resolved: Resolved, plan: str | None, workers: int | None) -> tu
     old = Plan.parse(",".join(f"{key}={entry['value']}" for key, entry in resolved.plan.items()))
     if workers is None:
         return old, str(old), "as before"
-    chosen = dataclasses.replace(old, dp=workers)
+    chosen = old.on(workers)
     return chosen, str(chosen), "--workers"
 
 
