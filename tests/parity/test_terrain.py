@@ -56,6 +56,16 @@ def test_each_term_of_a_loss_is_divided_by_its_own_global_weight_ls01(launcher: 
     exact(proved(launcher, "terms.py", PLANS, {"batch": "3"}))
 
 
+@pytest.mark.parametrize("sizes", [("5", "2"), ("4", "1")])
+def test_short_last_batches_and_batches_without_a_label_are_those_of_one_device_ls01(
+    launcher: LocalLauncher, sizes: tuple[str, str]
+) -> None:
+    """Positions with a label differ from sample to sample, and samples 1 and 4 have none: in batches of one, those
+    are steps without weight."""
+    size, batch = sizes
+    exact(proved(launcher, "ignored_labels.py", PLANS, {"size": size, "batch": batch}))
+
+
 @pytest.mark.parametrize("kind", ["muon", "adafactor", "lamb"])
 def test_an_optimizer_of_whole_tensors_is_exact_with_one_owner_a_tensor_and_refused_where_there_is_none(
     launcher: LocalLauncher, kind: str
@@ -81,3 +91,13 @@ def test_a_low_precision_means_the_same_at_every_stage(launcher: LocalLauncher, 
         assert report.status == "passed", f"{report.plan}: {report.reason}"
         assert all(getattr(report, figure) <= 2e-6 for figure in FIGURES), report
         assert report.weight_max_rel or report.grad_max_rel, "float32 sums in another order are not equal to the bit"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-autocast"])
+def test_a_batch_norm_in_low_precision_is_within_its_wide_bounds_dp15(launcher: LocalLauncher, precision: str) -> None:
+    plans = ("dp=1", "dp=3,zero=1", "dp=2,zero=3")
+    for report in proved(
+        launcher, "../../examples/digits", plans, {"precision": precision, "batch": "7", "steps": "3"}
+    ):
+        assert report.status == "passed", f"{report.plan}: {report.reason}"
+        assert report.loss_max_rel is not None and report.loss_max_rel <= 5e-3, report

@@ -59,16 +59,24 @@ class GlobalBatchNorm:
 def _forward(norm: GlobalBatchNorm, module: _BatchNorm, x: Tensor) -> Tensor:
     if not module.training and module.running_mean is not None:
         scale = 0.0 if module.momentum is None else module.momentum
-        return F.batch_norm(
-            x, module.running_mean, module.running_var, module.weight, module.bias, False, scale, module.eps
+        weight, bias = (part if part is None else part.to(_wide(x.dtype)) for part in (module.weight, module.bias))
+        wide = x.to(_wide(x.dtype))
+        return F.batch_norm(wide, module.running_mean, module.running_var, weight, bias, False, scale, module.eps).to(
+            x.dtype
         )
     normalised, mean, variance, count = _Normalise.apply(x, norm.group, norm.counts, module.eps)  # type: ignore[no-untyped-call]
     if module.training and module.track_running_stats and module.running_mean is not None:
         _track(module, mean, variance, float(count))
-    if module.weight is None:
-        return cast(Tensor, normalised)
-    shape = (1, -1, *(1 for _ in x.shape[2:]))
-    return cast(Tensor, normalised * module.weight.view(shape) + module.bias.view(shape))
+    if module.weight is not None:
+        shape = (1, -1, *(1 for _ in x.shape[2:]))
+        weight, bias = (part.to(normalised.dtype).view(shape) for part in (module.weight, module.bias))
+        normalised = normalised * weight + bias
+    return cast(Tensor, normalised.to(x.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: torch has no BatchNorm whose parameters are of a lower type than its statistics."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 @torch.no_grad()
@@ -86,13 +94,16 @@ def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: float) -> 
 
 
 class _Normalise(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps)`` with the mean and variance of all ranks; x is [batch, channels, ...]."""
+    """``(x - mean) / sqrt(var + eps)`` with the mean and variance of all ranks; x is [batch, channels, ...].
+
+    What it returns is float32 where x is of a lower precision, so that it is rounded once, behind weight and bias.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, counts: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [0, *range(2, x.ndim)]
         channels = x.shape[1]
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = x.to(_wide(x.dtype))
         own = float(x.numel() // max(channels, 1)) if counts else 0.0
         variance, mean = torch.var_mean(wide, axes, correction=0)
         count = torch.full((1,), own, dtype=torch.float64, device=x.device)
@@ -106,20 +117,19 @@ class _Normalise(torch.autograd.Function):
         inverse = torch.rsqrt(variance + eps).to(wide.dtype)
         normalised = (wide - mean.to(wide.dtype).view(shape)) * inverse.view(shape)
         ctx.save_for_backward(normalised, inverse, total)
-        ctx.group, ctx.axes, ctx.shape, ctx.counts = group, axes, shape, counts
+        ctx.group, ctx.axes, ctx.shape, ctx.counts, ctx.dtype = group, axes, shape, counts, x.dtype
         ctx.mark_non_differentiable(mean, variance, total)
-        return normalised.to(x.dtype), mean, variance, total
+        return normalised, mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         normalised, inverse, total = ctx.saved_tensors
-        wide = grad.to(normalised.dtype)
-        sums = torch.cat([wide.sum(ctx.axes), (wide * normalised).sum(ctx.axes)]).double()
+        sums = torch.cat([grad.sum(ctx.axes), (grad * normalised).sum(ctx.axes)]).double()
         ctx.group.all_reduce(sums)
         channels = inverse.numel()
-        over = (sums / total).to(wide.dtype)
+        over = (sums / total).to(grad.dtype)
         mean_grad, mean_product = over[:channels].view(ctx.shape), over[channels:].view(ctx.shape)
-        inner = wide - mean_grad - normalised * mean_product
+        inner = grad - mean_grad - normalised * mean_product
         if not ctx.counts:  # a ghost moved no statistic, so nothing flows back through one
-            inner = torch.zeros_like(wide)
-        return (inner * inverse.view(ctx.shape)).to(grad.dtype), None, None, None
+            inner = torch.zeros_like(grad)
+        return (inner * inverse.view(ctx.shape)).to(ctx.dtype), None, None, None

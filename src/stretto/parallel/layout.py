@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from stretto.comm.group import Group
+from stretto.errors import TaskError
 from stretto.parallel._base import Place
 from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
 
@@ -15,6 +16,17 @@ from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
 def model_spec(spec: TensorSpec) -> TensorSpec:
     """The spec under its name in a state: ``model/...``."""
     return TensorSpec(f"model/{spec.name}", spec.shape, spec.dtype)
+
+
+def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Raises TaskError where one of these requires a gradient by now: on one device it would train from here on."""
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise TaskError(
+                f"task: {name} was frozen when model() returned and requires a gradient now; what trains is fixed "
+                "then, so nothing would add its gradient up or apply it. Let it train, in a group of the optimizer "
+                "whose lr is 0 until schedule() raises it"
+            )
 
 
 def export_places(places: Mapping[str, Place]) -> Iterator[Slice]:

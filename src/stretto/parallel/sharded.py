@@ -27,7 +27,7 @@ from stretto.errors import Refused
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, whole_place
-from stretto.parallel.layout import buffer_slices, export_places, import_buffers, import_places
+from stretto.parallel.layout import buffer_slices, check_frozen, export_places, import_buffers, import_places
 from stretto.parallel.template import Template
 from stretto.state import Slice, StateSource, TensorSpec, assign_owners
 from stretto.state.shares import cut_rows
@@ -55,6 +55,7 @@ class Sharded:
             else self._place(self._dtensors[name], spec)
             for name, spec in template.specs.items()
         }
+        self._frozen = {name: parameters[name] for name in owners if not template.trainable[name]}
         self._stale = True
 
     def _shard(self, whole: set[nn.Parameter]) -> FSDPModule:
@@ -111,6 +112,7 @@ class Sharded:
         self._watch.fired.clear()
         with self._norm.counting(not ghost):
             yield
+        check_frozen(self._frozen)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """See :class:`Applied`."""
@@ -148,7 +150,7 @@ class Sharded:
     def teardown(self) -> None:
         """See :class:`Applied`."""
         self._norm.remove()
-        self._places = {}
+        self._places, self._frozen = {}, {}
         self._dtensors = {}
         del self._root
         del self.module
@@ -174,6 +176,9 @@ class _Watch:
             unit.register_forward_pre_hook(partial(self._follow, index))
             if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch >= 2.13
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
+            if frozen := [home for home in homes if not home.trains]:
+                # Before FSDP2's own hook, which puts the shards back: they don't know what befell the whole parameter.
+                unit.register_forward_hook(partial(_check_frozen, frozen), prepend=True)
             handles: list[RemovableHandle] = []
             handles.append(unit.register_forward_pre_hook(partial(self._look, homes, handles)))
 
@@ -207,11 +212,16 @@ class _Watch:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a sharded parameter stands: its name in the model, and the module and key that hold it."""
+    """Where a sharded parameter stands: its name in the model, the module and key that hold it; whether it trains."""
 
     name: str
     owner: nn.Module
     key: str
+    trains: bool
+
+
+def _check_frozen(homes: list[_Home], unit: nn.Module, *_: Any) -> None:
+    check_frozen({home.name: cast(nn.Parameter, home.owner._parameters[home.key]) for home in homes})
 
 
 def _homes(module: nn.Module) -> list[tuple[Any, list[_Home]]]:
@@ -226,7 +236,7 @@ def _homes(module: nn.Module) -> list[tuple[Any, list[_Home]]]:
         for key, parameter in owner._parameters.items():
             if isinstance(parameter, DTensor) and id(parameter) not in seen:
                 seen.add(id(parameter))
-                own.append(_Home(f"{prefix}.{key}" if prefix else key, owner, key))
+                own.append(_Home(f"{prefix}.{key}" if prefix else key, owner, key, parameter.requires_grad))
     return list(homes.items())
 
 

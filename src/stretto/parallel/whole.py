@@ -16,7 +16,7 @@ import torch
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down, dealt_place, lay_flat, narrowed, sparse_parameters, whole_place
-from stretto.parallel.layout import buffer_slices, export_places, import_buffers, import_places
+from stretto.parallel.layout import buffer_slices, check_frozen, export_places, import_buffers, import_places
 from stretto.parallel.template import Template
 from stretto.state import Bucket, Shares, Slice, StateSource, assign_owners, deal, pack
 
@@ -41,6 +41,7 @@ class Whole:
             shares = deal(cuttable, ranks.world.size, manner.whole_tensors)
         self._flats = self._lay_flat(template, shares)
         self._places = self._settle(template, shares)
+        self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._stale = True
 
     def _lay_flat(self, template: Template, shares: Mapping[str, Shares]) -> list[tuple[Bucket, torch.Tensor]]:
@@ -93,6 +94,7 @@ class Whole:
         """See :class:`Applied`; nothing is reduced here."""
         with self._norm.counting(not ghost):
             yield
+        check_frozen(self._frozen)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """See :class:`Applied`."""
@@ -124,6 +126,6 @@ class Whole:
     def teardown(self) -> None:
         """See :class:`Applied`."""
         self._norm.remove()
-        self._places = {}
+        self._places, self._frozen = {}, {}
         self._flats = []
         del self.module

@@ -266,7 +266,9 @@ def _after(step: int, what: What, case: Case, kinds: tuple[Kind, ...]) -> Diverg
         return _worst(step, what, wrong, likely)
     likely = "gradients and norm are right, the update is not: other clipping, learning rate or optimizer state"
     off = list(dict.fromkeys(fact.name for _, fact in wrong))
-    if any(not fact.differs and not fact.unchanged and fact.name not in off for _, fact in case.facts("weight")):
+    if what == "weight" and any(
+        not fact.differs and not fact.unchanged and fact.name not in off for _, fact in case.facts("weight")
+    ):
         likely += f"; only {_list(off)} are off: are they updated as another group of the optimizer's?"
     return _worst(step, what, wrong, likely)
 

@@ -12,6 +12,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -86,6 +87,9 @@ class Reference:
             if copy.dtype == torch.float32:
                 self._copies[name], self._masters[name] = copy, nn.Parameter(copy.detach().clone(), copy.requires_grad)
                 copy.data = copy.detach().to(self._dtype)
+        for module in self._model.modules():
+            if isinstance(module, _BatchNorm):
+                module.forward = partial(_norm_in_float32, module)  # type: ignore[method-assign]
         self._named = {**self._named, **self._masters}
 
     def run(self, steps: int) -> ReferenceRecord:
@@ -242,6 +246,16 @@ def measure_of(name: str, tensor: torch.Tensor) -> str:
     if not tensor.is_floating_point() and not tensor.is_complex():
         return name
     return "gradient" if name.startswith("gradient/") else "weight"
+
+
+def _norm_in_float32(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """Torch's own BatchNorm on widened values: it takes no parameters of a lower type than its statistics."""
+    low = dict(norm._parameters)
+    norm._parameters.update({name: None if p is None else p.float() for name, p in low.items()})  # type: ignore[misc]
+    try:
+        return type(norm).forward(norm, x.float()).to(x.dtype)
+    finally:
+        norm._parameters.update(low)
 
 
 def _square_sum(gradient: torch.Tensor) -> float:

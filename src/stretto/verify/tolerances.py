@@ -16,11 +16,12 @@ then differs by itself. In float64 that is a hundred million times rarer, which 
 
 bfloat16 and float16: masters and sums are float32, so until the first update two right computations agree as in
 float32 (2e-6 measured), and are held to 1e-4: a sum that is rounded to bfloat16, or an update that is applied to the
-copies, is off by 2e-3. (BatchNorms are excepted: one device takes their batch whole, so its sums inside the low type
-are others.) Later a master that lies at the edge between two values of the low type may round to either in right code,
-which moves one weight of a copy by an epsilon of that type (8e-3 and 1e-3), and gradients by up to as much: 8e-3
-measured after six steps. The bounds allow a few of those; they find a missing term or a wrong factor, not a subtle
-difference: float64 is for that.
+copies, is off by 2e-3. Later a master that lies at the edge between two values of the low type may round to either in
+right code, which moves one weight of a copy by an epsilon of that type (8e-3 and 1e-3), and gradients by up to as much:
+8e-3 measured after six steps. The bounds allow a few of those; they find a missing term or a wrong factor, not a subtle
+difference: float64 is for that. Of a model with BatchNorm one device takes the batch whole, so that its sums inside the
+low type are others from the first step on, and activations at a kink fall to other sides (gradients 0.15 apart measured
+in bfloat16, 0.04 in float16): it has the widest bounds.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ FLOAT64: Final = Tolerances(loss=1e-12, gradient=1e-12, norm=1e-12, weight=1e-11
 FLOAT32: Final = Tolerances(loss=5e-4, gradient=5e-4, norm=5e-4, weight=5e-3, state=5e-3, quiet=2e-5)
 FIRST_NARROW: Final = Tolerances(loss=1e-4, gradient=1e-4, norm=1e-4, weight=2e-4, state=2e-4, quiet=1e-4)
 NARROW: Final = Tolerances(loss=1e-2, gradient=5e-2, norm=2e-2, weight=5e-2, state=5e-2, quiet=1e-4)
+WIDEST: Final = Tolerances(loss=2e-2, gradient=3e-1, norm=5e-2, weight=5e-2, state=3e-1, quiet=1e-4)
 
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -79,7 +81,9 @@ TOLERANCES: Final[Mapping[str, Tolerances]] = MappingProxyType(
 def limits_of(record: ReferenceRecord, step: int) -> Tolerances:
     """The bounds of one step, by the type of one device's numbers; step 0 is before the first."""
     limits = TOLERANCES[record.dtype]
-    if limits is not NARROW or record.batch_norms:
+    if limits is not NARROW:
         return limits
+    if record.batch_norms:
+        return WIDEST
     updated = any(taken.weight and math.isfinite(taken.norm) for taken in record.steps[: max(step - 1, 0)])
     return NARROW if updated else FIRST_NARROW
