@@ -268,7 +268,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (("train", "fulll/task.py"), "no folder fulll; did you mean 'full'?"),
         (
             ("train", "line.py", "--plan", "pd=2"),
-            "unknown key 'pd'; valid: dp, zero, microbatches, dp_replicate, dp_shard, loaders; did you",
+            "unknown key 'pd'; valid: dp, zero, microbatches, ",
         ),
         (("train", "line.py", "--workers", "3", "--plan", "dp=2"), "plan dp=2 needs 2 worker(s), got --workers 3"),
         (("train", "line.py", "--set", "steps"), "expected --set KEY=VALUE"),
