@@ -87,6 +87,8 @@ class Run:
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
+        if group.transport.startswith("gloo ("):
+            self._notes.append(f"the workers talk over {group.transport}, which is slower than shared memory")
         self._notes += [self._on.note, *retyped_notes(prepared.template, self.recipe.precision)]
         prepared.template.release()
         self._saved = self._progress.step
