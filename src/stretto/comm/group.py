@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from stretto.comm.shm_group import BACKEND, SharedMemoryGroup, form_shared_memory_group
+from stretto.comm.shm_segment import Lost, Unavailable
 from stretto.errors import LaunchError, PeerLost
 
 _LOST = ("gloo/transport", "connection closed by peer", "connection reset", "broken pipe", "timed out", "nccl comm")
@@ -58,22 +60,46 @@ class Group:
         self.device = device or torch.device("cpu")
         self._sockets: tuple[int, ...] = ()
         self._broken = False
+        self._shared: list[SharedMemoryGroup] = []  # this one and subgroups of it
         self._store = _open_store(rendezvous)
         before = _socket_inodes()
+        one_host = rendezvous.store.startswith("file://") or self.size == 1
+        self.transport = self._form(rendezvous, one_host and self.device.type == "cpu")
+        after = _socket_inodes()
+        self._sockets = tuple(fd for fd, inode in after.items() if before.get(fd) != inode and _connected(fd))
+        self._inodes = {fd: after[fd] for fd in self._sockets}
+        self.process_group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+
+    def _form(self, rendezvous: Rendezvous, one_host: bool) -> str:
+        """Forms torch's default group; returns over what it talks, and where that is the slower way, why."""
+        why = ""
+        if one_host:
+            dist.Backend.register_backend(BACKEND, self._form_shared, extended_api=True, devices=["cpu"])
+            try:
+                self._init(rendezvous, BACKEND)
+                return "shared memory"
+            except Unavailable as error:  # on all members alike
+                why = f" ({error})"
+        self._init(rendezvous, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        return ("nccl" if self.device.type == "cuda" else "gloo") + why
+
+    def _init(self, rendezvous: Rendezvous, backend: str) -> None:
         try:
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                backend,
                 store=PrefixStore(f"epoch-{rendezvous.epoch}", self._store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=rendezvous.timeout_seconds),
             )
+        except Unavailable:
+            raise
         except (RuntimeError, dist.DistError) as error:
             raise PeerLost(f"the group of epoch {rendezvous.epoch} was not formed: {error}") from error
-        after = _socket_inodes()
-        self._sockets = tuple(fd for fd, inode in after.items() if before.get(fd) != inode and _connected(fd))
-        self._inodes = {fd: after[fd] for fd in self._sockets}
-        self.process_group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+
+    def _form_shared(self, *arguments: Any) -> SharedMemoryGroup:
+        self._shared.append(form_shared_memory_group(*arguments))
+        return self._shared[-1]
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
         """Sums ``tensor`` over all members, in place; with ``async_op`` returns what to wait for."""
@@ -130,13 +156,15 @@ class Group:
             yield
         except RuntimeError as error:
             text = str(error).lower()
-            if self._broken or any(word in text for word in _LOST):
+            if self._broken or isinstance(error, Lost) or any(word in text for word in _LOST):
                 raise PeerLost(f"rank {self.rank}: a collective ended early: {error}") from error
             raise
 
     def break_(self) -> None:
         """Ends every call on this group, now and later, with PeerLost. Any thread may call it, at any time."""
         self._broken = True
+        for group in self._shared:
+            group.break_()
         for fd in self._sockets:
             if _inode(fd) == self._inodes[fd]:
                 _shutdown(fd)
@@ -145,7 +173,7 @@ class Group:
         """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone."""
         if dist.is_initialized() and dist.group.WORLD is self.process_group:
             dist.destroy_process_group()
-        self._sockets = ()
+        self._sockets, self._shared = (), []
 
 
 def _open_store(rendezvous: Rendezvous) -> Store:
