@@ -51,7 +51,8 @@ def all_gather(ex: Exchange, outputs: Sequence[torch.Tensor], own: torch.Tensor)
     room = ex.mine().numel()
     for start in range(0, _at_least_one(targets), room):
         piece = sources[start : start + room]
-        ex.mine()[: piece.numel()].copy_(piece)
+        if ex.size > 1:
+            ex.mine()[: piece.numel()].copy_(piece)
         targets[ex.rank][start : start + room].copy_(piece)
         yield
         for rank, target in enumerate(targets):
@@ -66,7 +67,7 @@ def broadcast(ex: Exchange, tensor: torch.Tensor, root: int) -> Steps:
     room = ex.mine().numel()
     for start in range(0, _at_least_one([cells]), room):
         piece = cells[start : start + room]
-        if ex.rank == root:
+        if ex.rank == root and ex.size > 1:
             ex.mine()[: piece.numel()].copy_(piece)
         yield
         if ex.rank != root:
@@ -87,6 +88,9 @@ def reduce_scatter(ex: Exchange, output: torch.Tensor, inputs: Sequence[torch.Te
 
 def all_reduce(ex: Exchange, tensor: torch.Tensor, combine: Combine) -> Steps:
     """Everyone's ``tensor``, combined, in place."""
+    if ex.size == 1:
+        yield
+        return
     if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
         _view(ex.mine(), tensor).copy_(tensor)
         yield
@@ -110,6 +114,9 @@ def all_reduce(ex: Exchange, tensor: torch.Tensor, combine: Combine) -> Steps:
 
 def reduce(ex: Exchange, tensor: torch.Tensor, root: int, combine: Combine) -> Steps:
     """Everyone's ``tensor``, combined, into that of ``root``; the others keep theirs."""
+    if ex.size == 1:
+        yield
+        return
     room = ex.mine().numel() // tensor.element_size()
     for start in range(0, max(1, tensor.numel()), room):
         piece = tensor[start : start + room]

@@ -248,17 +248,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Reads the step that ``call`` has posted, if any, and posts the next; False where the others aren't there."""
         segment = self._segment
         if call.posted:
-            if wait:
-                segment.wait(call.says)
-            elif not segment.ready():
+            if not wait and not segment.ready():
                 return False
-            if call.posted == 1:
-                segment.compare(call.says)
+            segment.wait(call.says)
         if next(call.steps, _END) is _END:
             call.finish()
         else:
             segment.post(call.says)
-            call.posted += 1
+            call.posted = True
         return True
 
 
@@ -272,7 +269,7 @@ class _Call(dist.Work):
         super().__init__()
         self.says = says.encode()[:256]
         self.steps = steps
-        self.posted = 0
+        self.posted = False
         self.done = False
         self._group = group
         self._flat = flat
@@ -325,7 +322,8 @@ class _Flat(list[torch.Tensor]):
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise NotImplementedError(f"{BACKEND} takes dense CPU tensors, not {tensor.layout} on {tensor.device}")
         self.originals = list(tensors)
-        super().__init__(tensor.data.contiguous().view(-1) for tensor in tensors)
+        # as_strided, since a tensor of one element counts as contiguous with any stride
+        super().__init__(tensor.data.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors)
 
     def copy_back(self) -> None:
         """Writes copies back to where the originals are scattered."""

@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 from torch._C._distributed_c10d import Store
 
-BUFFER_BYTES: Final = 1 << 22  # two of them and a page for each member; larger ones fall out of the caches
+BUFFER_BYTES: Final = 1 << 20  # two of them and a page for each member; larger ones fall out of the caches
 
 _PAGE: Final = 4096
 _POSTED, _FAULT, _PID, _BORN, _TOKEN = (offset // 8 for offset in (0, 64, 128, 136, 144))  # words of a member's page
@@ -125,7 +125,7 @@ class Segment:
         return self._buffers[(self.steps - 1) & 1][rank]
 
     def post(self, call: bytes) -> None:
-        """Makes the own buffer visible; ``call`` says what is being done, for :meth:`compare` and for messages."""
+        """Makes the own buffer visible; ``call`` says what is being done, for :meth:`wait` to compare and for messages."""
         at = self.rank * _PAGE + _CALL + (self.steps & 1) * _CALL_BYTES
         self._memory[at : at + _CALL_BYTES] = call.ljust(_CALL_BYTES, b"\0")
         self.steps += 1
@@ -142,7 +142,7 @@ class Segment:
 
         Raises:
             Lost: a member died, left or did not come; the message names it and the call.
-            CallsDiffer: a member found that the calls differ.
+            CallsDiffer: a member posted the step with another call than ``call``.
         """
         words, deadline = self._words, 0.0
         for peer in range(self.size):
@@ -160,16 +160,15 @@ class Segment:
                         "every rank must make the same calls in the same order"
                     )
                 self._futex.sleep(self._address + peer * _PAGE, seen & 0xFFFFFFFF)
+            self._compare(call, peer)  # before waiting for the next: it may wait for us in another call
 
-    def compare(self, call: bytes) -> None:
-        """Raises CallsDiffer where a member posted the step with another call."""
-        for peer in range(self.size):
-            at = peer * _PAGE + _CALL + ((self.steps - 1) & 1) * _CALL_BYTES
-            if (theirs := self._memory[at : at + _CALL_BYTES].rstrip(b"\0")) != call:
-                raise CallsDiffer(
-                    f"rank {self.rank} is in {call.decode()}, but rank {peer} in {theirs.decode(errors='replace')}; "
-                    "every rank must make the same calls in the same order"
-                )
+    def _compare(self, call: bytes, peer: int) -> None:
+        at = peer * _PAGE + _CALL + ((self.steps - 1) & 1) * _CALL_BYTES
+        if (theirs := self._memory[at : at + _CALL_BYTES].rstrip(b"\0")) != call:
+            raise CallsDiffer(
+                f"rank {self.rank} is in {call.decode()}, but rank {peer} in {theirs.decode(errors='replace')}; "
+                "every rank must make the same calls in the same order"
+            )
 
     def leave(self, why: Exception) -> None:
         """Ends every wait on this segment, here and, as this member won't come any more, at the others. Any thread."""
