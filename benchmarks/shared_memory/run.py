@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/shared_memory/run.py [--workers 2] [--blocks 30] [--out results.json]
 
-25 MB of float32, which is what a model of 6 million parameters sends at a step, and 400 bytes, which is what a vote or a
-loss sends.
+25 MB of float32, which is what a model of 6 million parameters sends at a step, and 400 bytes, which is what a vote or
+a loss sends.
 """
 
 from __future__ import annotations

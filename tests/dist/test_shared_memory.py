@@ -65,7 +65,10 @@ def test_a_break_frees_a_waiting_member_at_once(launcher: LocalLauncher, how: st
 @pytest.mark.parametrize(
     ("calls", "named"),
     [
-        (("all_gather", "all_reduce"), ("all_gather no. 1 (2 x 100", "all_reduce no. 1 (1 x 100 bytes of float32, sum)")),
+        (
+            ("all_gather", "all_reduce"),
+            ("all_gather no. 1 (2 x 100", "all_reduce no. 1 (1 x 100 bytes of float32, sum)"),
+        ),
         (("all_reduce", "all_gather", "all_reduce"), ("all_gather no. 1", "all_reduce no. 1")),
         (("all_reduce", "all_reduce of more"), ("1 x 100 bytes", "1 x 104 bytes")),
         (("all_reduce", "all_reduce", "all_reduce of doubles"), ("float32", "int32")),

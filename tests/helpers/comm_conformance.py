@@ -162,7 +162,9 @@ def several(case: Case) -> bool:
     ]
     for work in reversed(works):
         work.wait()
-    wrong = [case.differs(tensor, case.combined(parts, "SUM")) for tensor, parts in zip(ours, (first, second), strict=True)]
+    wrong = [
+        case.differs(tensor, case.combined(parts, "SUM")) for tensor, parts in zip(ours, (first, second), strict=True)
+    ]
     wrong += [case.differs(whole, torch.cat(parts)) for whole, parts in zip(wholes, (first, second), strict=True)]
     return any(wrong)
 

@@ -1,4 +1,4 @@
-"""Scenes for the process groups' tests: members are forks of one process that has imported torch, and nobody helps them.
+"""Scenes for the process groups' tests: members are forks of one process that has imported torch; nobody helps them.
 
 A scene is a function of its member; what it returns, plain JSON, is that member's report. No launcher stands by, so a
 member that should have been freed and isn't hangs until the scene's time is over, and is reported as such.
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_conformance import conformance
 
+from comm_conformance import conformance
 from stretto.comm.group import Group, Rendezvous
 from stretto.launch.context import WorkerContext
 
@@ -54,7 +54,7 @@ class Member:
 
 
 def scene(payload: dict[str, Any], context: WorkerContext) -> list[Any]:
-    """Plays ``payload["scene"]`` with ``payload["workers"]`` members; their reports, ``{"exit": code}`` of the others."""
+    """Plays ``payload["scene"]`` with ``payload["workers"]`` members: their reports, or ``{"exit": code}``."""
     size = payload["workers"]
     with tempfile.TemporaryDirectory() as folder:
         members = [Member(rank, size, Path(folder), payload.get("options", {})) for rank in range(size)]

@@ -8,7 +8,7 @@ bf16 and fp16 are added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -17,7 +17,7 @@ import torch
 Steps = Iterator[None]
 Combine = Callable[..., torch.Tensor]
 
-COMBINE: Final = MappingProxyType(
+COMBINE: Final[Mapping[str, Combine]] = MappingProxyType(
     {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 )  # by the name of the operation; each takes (a, b, out=)
 _LOW: Final = (torch.bfloat16, torch.float16)
@@ -48,12 +48,14 @@ def barrier() -> Steps:
 def all_gather(ex: Exchange, outputs: Sequence[torch.Tensor], own: torch.Tensor) -> Steps:
     """Everyone's ``own`` into ``outputs[rank]``; sizes may differ from rank to rank."""
     sources, targets = _bytes(own), [_bytes(output) for output in outputs]
+    in_place = sources.data_ptr() == targets[ex.rank].data_ptr()  # as FSDP2 does
     room = ex.mine().numel()
     for start in range(0, _at_least_one(targets), room):
         piece = sources[start : start + room]
         if ex.size > 1:
             ex.mine()[: piece.numel()].copy_(piece)
-        targets[ex.rank][start : start + room].copy_(piece)
+        if not in_place:
+            targets[ex.rank][start : start + room].copy_(piece)
         yield
         for rank, target in enumerate(targets):
             if rank != ex.rank:
@@ -100,7 +102,7 @@ def all_reduce(ex: Exchange, tensor: torch.Tensor, combine: Combine) -> Steps:
     for start in range(0, tensor.numel(), room * ex.size):
         rest = min(tensor.numel() - start, room * ex.size)
         share = -(-rest // ex.size)
-        pieces = list(tensor[start : start + rest].split(share))
+        pieces = list(torch.split(tensor[start : start + rest], share))
         pieces += [tensor[:0]] * (ex.size - len(pieces))
         _put(ex, pieces, room)
         yield

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from stretto.comm import shm_collectives as steps_of
 from stretto.comm.shm_collectives import COMBINE, Combine, Steps
@@ -29,9 +28,10 @@ from stretto.comm.shm_segment import Lost, Segment, form_segment
 BACKEND: Final = "stretto_shm"
 
 Tensors = Sequence[torch.Tensor]
+_ProcessGroup: Any = dist.ProcessGroup  # torch calls each method in one way; its stubs list overloads that none takes
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     """The group over ``segment``; every collective must be called by all members, in the same order.
 
     Any failure ends the group on this member, and the others' next wait too: a collective that stopped half-way can't
@@ -207,7 +207,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _rows(self, flat: torch.Tensor, share: int) -> list[torch.Tensor]:
         if flat.numel() != share * self.size():
             raise ValueError(f"{flat.numel()} elements are not {self.size()} times {share}, one part for each rank")
-        return list(flat.split(share)) if share else [flat] * self.size()
+        return list(torch.split(flat, share)) if share else [flat] * self.size()
 
     def _start(self, kind: str, what: str, steps: Steps, flat: _Flat | None = None) -> dist.Work:
         with self._lock:

@@ -109,9 +109,7 @@ class Segment:
         self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
         cells = torch.frombuffer(memory, dtype=torch.uint8)
         self._address = cells.data_ptr()
-        self._buffers = [
-            [_buffer(cells, size, owner, parity) for owner in range(size)] for parity in range(2)
-        ]
+        self._buffers = [[_buffer(cells, size, owner, parity) for owner in range(size)] for parity in range(2)]
         pid = os.getpid()
         self._words[self._word(rank, _PID)] = pid
         self._words[self._word(rank, _BORN)] = _born(pid) or 0
@@ -125,7 +123,7 @@ class Segment:
         return self._buffers[(self.steps - 1) & 1][rank]
 
     def post(self, call: bytes) -> None:
-        """Makes the own buffer visible; ``call`` says what is being done, for :meth:`wait` to compare and for messages."""
+        """Makes the own buffer visible; ``call`` says what is done; :meth:`wait` compares it."""
         at = self.rank * _PAGE + _CALL + (self.steps & 1) * _CALL_BYTES
         self._memory[at : at + _CALL_BYTES] = call.ljust(_CALL_BYTES, b"\0")
         self.steps += 1
@@ -155,8 +153,9 @@ class Segment:
                 deadline = deadline or now + self._timeout
                 self._check(call, now)
                 if now > deadline:
+                    missing = _ranks(self._missing())
                     raise Lost(
-                        f"rank {self.rank} waited {self._timeout:g} s in {call.decode()} for {_ranks(self._missing())}; "
+                        f"rank {self.rank} waited {self._timeout:g} s in {call.decode()} for {missing}; "
                         "every rank must make the same calls in the same order"
                     )
                 self._futex.sleep(self._address + peer * _PAGE, seen & 0xFFFFFFFF)
@@ -203,7 +202,7 @@ class Segment:
                 self._raise_unless_ready(Lost(f"in {call.decode()}: {_ranks(dead)} died"))
 
     def _raise_unless_ready(self, error: Exception) -> None:
-        """A member that finished the step before it went has done its part: all have posted, and this one may finish."""
+        """Who finished the step before going has done its part: all have posted, and this member may finish too."""
         if self._missing():
             raise error
 
