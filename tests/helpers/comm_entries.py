@@ -229,6 +229,13 @@ def late(member: Member) -> dict[str, Any]:
     value = works[3].get_future().wait()[0]
     report = {"early": early, "after": after, "sums": [int(t[-1]) for t in tensors], "future": int(value[0])}
     group.barrier()
+    began = time.monotonic()
+    posted = group.all_reduce(torch.ones(10), async_op=True)
+    if member.rank == 0:
+        time.sleep(0.5)
+    posted.wait()
+    report["took"] = time.monotonic() - began
+    group.barrier()
     group.close()
     return report
 
@@ -247,10 +254,11 @@ def subgroups(member: Member) -> dict[str, Any]:
 
 
 def two_threads(member: Member) -> dict[str, Any]:
-    """A second thread has a group of its own, and nothing keeps the two threads in step."""
+    """A second thread has a group of its own, and nothing keeps the two in step; then both call alike on one group."""
     group = member.group()
     own = dist.new_group(list(range(member.size)))
     sums: dict[str, float] = {}
+    turn = threading.Event()
 
     def saver() -> None:
         for number in range(20):
@@ -259,12 +267,18 @@ def two_threads(member: Member) -> dict[str, Any]:
                 dist.all_reduce(total, group=own)
             dist.barrier(own)
             sums["saver"] = total[-1].item()
+        turn.set()
+        for _ in range(30):
+            dist.all_reduce(torch.ones(300_000), group=group.process_group)
 
     thread = threading.Thread(target=saver)
     thread.start()
     for number in range(40):
         total = torch.full((30_000,), float(number))
         group.all_reduce(total)
+    turn.wait()
+    for _ in range(30):
+        group.all_reduce(torch.ones(300_000))
     thread.join()
     group.barrier()
     group.close()

@@ -187,8 +187,7 @@ class Segment:
 
     def _check(self, call: bytes, now: float) -> None:
         """Raises where the step can't complete any more."""
-        self.check_open()
-        for peer in range(self.size):
+        for peer in range(self.size):  # this member too, whose group may be broken by another thread
             if fault := self._words[self._word(peer, _FAULT)]:
                 at = peer * _PAGE + _REASON
                 why = self._memory[at : at + _REASON_BYTES].rstrip(b"\0").decode(errors="replace")
