@@ -18,6 +18,7 @@ WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
 SIZES = (0, 1, 3, 100, 8191, 8193, 87_381, 131_072, 262_144, 262_145, 400_001)
 COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
+    "AVG": torch.add,
     "PRODUCT": torch.mul,
     "MIN": torch.minimum,
     "MAX": torch.maximum,
@@ -62,13 +63,16 @@ class Case:
         total = parts[0].float() if low else parts[0].clone()
         for part in parts[1:]:
             total = COMBINE[name](total, part.float() if low else part)
+        if name == "AVG":
+            total /= self.size
         return total.to(self.dtype)
 
     def operation(self) -> str:
         """A reduction that the type has."""
         if self.dtype.is_complex or self.dtype == torch.bool:
             return "SUM"
-        return self.draw.choice(tuple(COMBINE))
+        has_average = self.exact and self.dtype.is_floating_point
+        return self.draw.choice([name for name in COMBINE if name != "AVG" or has_average])
 
     def differs(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether it is not what must come out."""

@@ -294,7 +294,7 @@ def refused(member: Member) -> dict[str, Any]:
         "send": member.caught(lambda: dist.send(one, other)),
         "receive": member.caught(lambda: dist.recv(one, other)),
         "gather": member.caught(lambda: dist.gather(one, many if member.rank == 0 else None)),
-        "average": member.caught(lambda: dist.all_reduce(one, op=dist.ReduceOp.AVG)),
+        "bits": member.caught(lambda: dist.all_reduce(one.int(), op=dist.ReduceOp.BXOR)),
         "sparse": member.caught(lambda: dist.all_reduce(one.to_sparse())),
     }
     group.all_reduce(one)
@@ -315,9 +315,9 @@ def frameworks(member: Member) -> dict[str, float]:
     data = torch.randn(2 * member.size, 7, dtype=torch.float64)
     mine = data[2 * member.rank : 2 * member.rank + 2]
 
-    def model() -> torch.nn.Module:
+    def model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
         torch.manual_seed(2)
-        return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).double()
+        return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).to(dtype)
 
     def worst(found: torch.nn.Module) -> float:
         expected = model()
@@ -330,11 +330,13 @@ def frameworks(member: Member) -> dict[str, float]:
 
     wrapped = torch.nn.parallel.DistributedDataParallel(model())
     wrapped(mine).square().sum().backward()
-    sharded = model()
-    for layer in (sharded[0], sharded):
-        fully_shard(layer, mesh=mesh)
-    sharded(mine).square().sum().backward()
-    report = {"ddp": worst(wrapped.module), "fsdp2": worst(sharded)}
+    report = {"ddp": worst(wrapped.module)}
+    for name, dtype in (("fsdp2", torch.float64), ("fsdp2 in float32, which averages", torch.float32)):
+        sharded = model(dtype)
+        for layer in (sharded[0], sharded):
+            fully_shard(layer, mesh=mesh)
+        sharded(mine.to(dtype)).square().sum().backward()
+        report[name] = worst(sharded) * (1e-8 if dtype == torch.float32 else 1)
     rows = distribute_tensor(data, mesh, [Shard(0)])
     columns = rows.redistribute(mesh, [Shard(1)]) if data.shape[1] % member.size == 0 else rows
     report["dtensor"] = (columns.redistribute(mesh, [Replicate()]).to_local() - data).abs().max().item()

@@ -15,11 +15,11 @@ from typing import Final, Protocol
 import torch
 
 Steps = Iterator[None]
-Combine = Callable[..., torch.Tensor]
 
-COMBINE: Final[Mapping[str, Combine]] = MappingProxyType(
-    {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
-)  # by the name of the operation; each takes (a, b, out=)
+# By the name of the operation, in lower case; each takes (a, b, out=).
+COMBINE: Final[Mapping[str, Callable[..., torch.Tensor]]] = MappingProxyType(
+    {"sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+)
 _LOW: Final = (torch.bfloat16, torch.float16)
 _SMALL_BYTES: Final = 1 << 15  # up to here everyone adds everything up: one step instead of two
 _LINE: Final = 64  # pieces begin at cache lines
@@ -76,7 +76,7 @@ def broadcast(ex: Exchange, tensor: torch.Tensor, root: int) -> Steps:
             piece.copy_(ex.of(root)[: piece.numel()])
 
 
-def reduce_scatter(ex: Exchange, output: torch.Tensor, inputs: Sequence[torch.Tensor], combine: Combine) -> Steps:
+def reduce_scatter(ex: Exchange, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: str) -> Steps:
     """``inputs[rank]`` of everyone, combined, into rank's ``output``; sizes may differ from rank to rank."""
     room = _room(ex, output)
     for start in range(0, _at_least_one(inputs), room):
@@ -85,10 +85,10 @@ def reduce_scatter(ex: Exchange, output: torch.Tensor, inputs: Sequence[torch.Te
         yield
         out = output[start : start + room]
         parts = [pieces[ex.rank] if rank == ex.rank else _part(ex, rank, out, room) for rank in range(ex.size)]
-        _combine(out, parts, combine)
+        _combine(out, parts, how)
 
 
-def all_reduce(ex: Exchange, tensor: torch.Tensor, combine: Combine) -> Steps:
+def all_reduce(ex: Exchange, tensor: torch.Tensor, how: str) -> Steps:
     """Everyone's ``tensor``, combined, in place."""
     if ex.size == 1:
         yield
@@ -96,7 +96,7 @@ def all_reduce(ex: Exchange, tensor: torch.Tensor, combine: Combine) -> Steps:
     if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
         _view(ex.mine(), tensor).copy_(tensor)
         yield
-        _combine(tensor, [_view(ex.of(rank), tensor) for rank in range(ex.size)], combine)
+        _combine(tensor, [_view(ex.of(rank), tensor) for rank in range(ex.size)], how)
         return
     room = _room(ex, tensor)
     for start in range(0, tensor.numel(), room * ex.size):
@@ -108,13 +108,13 @@ def all_reduce(ex: Exchange, tensor: torch.Tensor, combine: Combine) -> Steps:
         yield
         own = pieces[ex.rank]
         parts = [own if rank == ex.rank else _part(ex, rank, own, room) for rank in range(ex.size)]
-        _combine(_view(ex.mine(), own), parts, combine)
+        _combine(_view(ex.mine(), own), parts, how)
         yield
         for rank, piece in enumerate(pieces):
             piece.copy_(_view(ex.of(rank), piece))
 
 
-def reduce(ex: Exchange, tensor: torch.Tensor, root: int, combine: Combine) -> Steps:
+def reduce(ex: Exchange, tensor: torch.Tensor, root: int, how: str) -> Steps:
     """Everyone's ``tensor``, combined, into that of ``root``; the others keep theirs."""
     if ex.size == 1:
         yield
@@ -125,7 +125,7 @@ def reduce(ex: Exchange, tensor: torch.Tensor, root: int, combine: Combine) -> S
         _view(ex.mine(), piece).copy_(piece)
         yield
         if ex.rank == root:
-            _combine(piece, [_view(ex.of(rank), piece) for rank in range(ex.size)], combine)
+            _combine(piece, [_view(ex.of(rank), piece) for rank in range(ex.size)], how)
 
 
 def all_to_all(ex: Exchange, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
@@ -159,21 +159,25 @@ def scatter(ex: Exchange, output: torch.Tensor, inputs: Sequence[torch.Tensor], 
             out.copy_(_part(ex, root, out, room))
 
 
-def _combine(out: torch.Tensor, parts: list[torch.Tensor], combine: Combine) -> None:
+def _combine(out: torch.Tensor, parts: list[torch.Tensor], how: str) -> None:
     """Rank 0's part and rank 1's, then rank 2's and so on, into ``out``, which may be one of them."""
-    if out.dtype in _LOW and len(parts) > 1:
-        total = parts[0].float()
+    combine = COMBINE[how]
+    low = out.dtype in _LOW
+    total = parts[0].float() if low else out
+    if len(parts) == 1:
+        total.copy_(parts[0])
+    elif low:
         for part in parts[1:]:
             combine(total, part.float(), out=total)
+    else:
+        later = [part.clone() if part.data_ptr() == out.data_ptr() else part for part in parts[2:]]
+        combine(parts[0], parts[1], out=out)
+        for part in later:
+            combine(out, part, out=out)
+    if how == "avg":
+        total.div_(len(parts))
+    if low:
         out.copy_(total)
-        return
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    later = [part.clone() if part.data_ptr() == out.data_ptr() else part for part in parts[2:]]
-    combine(parts[0], parts[1], out=out)
-    for part in later:
-        combine(out, part, out=out)
 
 
 def _put(ex: Exchange, pieces: Sequence[torch.Tensor], room: int) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.comm import shm_collectives as steps_of
-from stretto.comm.shm_collectives import COMBINE, Combine, Steps
+from stretto.comm.shm_collectives import COMBINE, Steps
 from stretto.comm.shm_segment import Lost, Segment, form_segment
 
 BACKEND: Final = "stretto_shm"
@@ -99,20 +99,20 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Each tensor as in ``allreduce``."""
-        name, combine = _operation(opts)
+        how = _operation(opts)
         work: dist.Work | None = None
         for tensor in tensors:
             flat = _Flat([tensor])
-            steps = steps_of.all_reduce(self._segment, flat[0], combine)
-            work = self._start("all_reduce", f"{_size(flat)}, {name}", steps, flat)
+            steps = steps_of.all_reduce(self._segment, flat[0], how)
+            work = self._start("all_reduce", f"{_size(flat)}, {how}", steps, flat)
         return work or self.barrier()
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """``tensors[0]`` of everyone, combined, into that of ``opts.rootRank``."""
-        name, combine = _operation(opts)
+        how = _operation(opts)
         flat = _Flat([_one(tensors)])
-        steps = steps_of.reduce(self._segment, flat[0], opts.rootRank, combine)
-        return self._start("reduce", f"{_size(flat)}, {name}, to rank {opts.rootRank}", steps, flat)
+        steps = steps_of.reduce(self._segment, flat[0], opts.rootRank, how)
+        return self._start("reduce", f"{_size(flat)}, {how}, to rank {opts.rootRank}", steps, flat)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """``inputs[0]`` of everyone into ``outputs[0][rank]``; sizes may differ from rank to rank."""
@@ -193,7 +193,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start("all_gather", _size(targets), steps, whole or targets)
 
     def _reduce_scatter(self, output: torch.Tensor, inputs: Tensors, opts: Any) -> dist.Work:
-        name, combine = _operation(opts)
+        how = _operation(opts)
         target = _Flat([output])
         sizes = [part.numel() for part in inputs]
         if len(sizes) != self.size() or sizes[self.rank()] != output.numel() or inputs[0].dtype != output.dtype:
@@ -201,8 +201,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 f"reduce_scatter: parts of {sizes} elements of {inputs[0].dtype} don't fit an output of "
                 f"{output.numel()} elements of {output.dtype} on rank {self.rank()}"
             )
-        steps = steps_of.reduce_scatter(self._segment, target[0], inputs, combine)
-        return self._start("reduce_scatter", f"{_size(inputs)}, {name}", steps, target)
+        steps = steps_of.reduce_scatter(self._segment, target[0], inputs, how)
+        return self._start("reduce_scatter", f"{_size(inputs)}, {how}", steps, target)
 
     def _rows(self, flat: torch.Tensor, share: int) -> list[torch.Tensor]:
         if flat.numel() != share * self.size():
@@ -349,11 +349,11 @@ def _one(tensors: Tensors) -> torch.Tensor:
     return tensors[0]
 
 
-def _operation(opts: Any) -> tuple[str, Combine]:
+def _operation(opts: Any) -> str:
     asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    for name, combine in COMBINE.items():
-        if asked == getattr(dist.ReduceOp, name.upper()):
-            return name, combine
+    for how in COMBINE:
+        if asked == getattr(dist.ReduceOp, how.upper()):
+            return how
     raise NotImplementedError(f"{BACKEND} reduces by {', '.join(COMBINE)}, not by {asked}")
 
 

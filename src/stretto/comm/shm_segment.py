@@ -27,7 +27,6 @@ import platform
 import secrets
 import sys
 import time
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -223,7 +222,6 @@ def form_segment(store: Store, rank: int, size: int, timeout_seconds: float) -> 
         Unavailable: on every member alike, where one of them can't; it says which and why.
         Lost: a member did not come in time.
     """
-    wait = timedelta(seconds=timeout_seconds)
     token = secrets.randbits(64)
     fd, segment = -1, None
     try:
@@ -234,14 +232,14 @@ def form_segment(store: Store, rank: int, size: int, timeout_seconds: float) -> 
                 answer |= {"pid": os.getpid(), "fd": fd, "token": token}
             except OSError as error:
                 answer["why"] = f"no memory to share ({_total_bytes(size) >> 20} MiB): {error}"
-        offer = answer if rank == 0 else json.loads(_read(store, 0, rank, wait))
+        offer = answer if rank == 0 else json.loads(_read(store, 0, rank, timeout_seconds))
         if not answer["why"] and not offer["why"]:
             try:
                 segment = Segment(_map(offer, rank, size), rank, size, timeout_seconds)
             except OSError as error:
                 answer["why"] = f"can't map the memory of rank 0: {error}"
         store.set(f"member-{rank}", json.dumps(answer))
-        answers = [json.loads(_read(store, peer, rank, wait)) for peer in range(size)]
+        answers = [json.loads(_read(store, peer, rank, timeout_seconds)) for peer in range(size)]
     finally:
         if fd >= 0:
             os.close(fd)
@@ -289,12 +287,15 @@ def _map(offer: dict[str, Any], rank: int, size: int) -> mmap.mmap:
     return memory
 
 
-def _read(store: Store, peer: int, rank: int, wait: timedelta) -> bytes:
-    try:
-        store.wait([f"member-{peer}"], wait)
-        return bytes(store.get(f"member-{peer}"))
-    except RuntimeError as error:
-        raise Lost(f"rank {rank} waited {wait.total_seconds():g} s for rank {peer} to form the group") from error
+def _read(store: Store, peer: int, rank: int, timeout_seconds: float) -> bytes:
+    """What ``peer`` says of itself. Looks often at first: a store's own wait() sleeps for 10 ms at a time."""
+    deadline, nap = time.monotonic() + timeout_seconds, 0.0002
+    while not store.check([f"member-{peer}"]):
+        if time.monotonic() > deadline:
+            raise Lost(f"rank {rank} waited {timeout_seconds:g} s for rank {peer} to form the group")
+        time.sleep(nap)
+        nap = min(2 * nap, 0.02)
+    return bytes(store.get(f"member-{peer}"))
 
 
 def _born(pid: int) -> int | None:
