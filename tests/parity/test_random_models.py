@@ -14,7 +14,7 @@ from stretto.verify.run import preloads
 
 TASK = Path(__file__).resolve().parents[1] / "tasks" / "random_parts.py"
 NO_MEMORY = "stretto.testing.conditions:no_free_memory"
-SAMPLE = (3, 8, 14, 21, 27, 33)
+SAMPLE = (3, 12, 18, 29, 33, 47)
 BATCHES_OF_SEEDS = 20
 
 
