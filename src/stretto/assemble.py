@@ -15,7 +15,7 @@ from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Manner, Template, apply
 from stretto.plan import Plan
 from stretto.precision import COMPUTE, cast_model, retyped
-from stretto.probes import optimizer_cut_error
+from stretto.probes import Findings, optimizer_reach, refusal
 from stretto.state import Box, StateSource
 from stretto.state.digest import format_digest, partial_digest
 from stretto.sync import build_sync
@@ -70,35 +70,40 @@ def check_same_model(template: Template, group: Group) -> None:
             )
 
 
-def needs_whole_tensors(task: Task, plan: Plan) -> bool:
+def needs_whole_tensors(task: Task, plan: Plan, forced: bool = False) -> bool:
     """Whether the task's optimizer looks at whole tensors, for a plan that cuts its state.
 
     It takes optimizer steps, which may touch an accelerator: for workers only, never for a process that forks.
 
     Raises:
-        Refused: it does, and ``plan`` leaves no rank a whole tensor.
+        Refused: it looks further than ``plan`` leaves it, and the user has not ``forced`` the plan.
     """
     if plan.zero == 0 or plan.dp == 1:
         return False
     try:
-        error = optimizer_cut_error(task.optimizer)
+        reach = optimizer_reach(task.optimizer)
     except ProbeFailed:  # a factory that wants the real model's parameters; verify can still tell
         return False
-    if error > 1e-12 and plan.zero == 3:
-        raise Refused(
-            f"plan {plan}: optimizer() looks at whole tensors: a parameter's update differs from its halves' by "
-            f"{error:.0e} of the change, so sharding would change the numbers. Use zero=2 or less, where each tensor "
-            "has one owner, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
-        )
-    return error > 1e-12
+    why = refusal(Findings(reach=reach.kind, reach_error=reach.error), plan)
+    if why is not None and not forced:
+        raise Refused(why)
+    return reach.kind != "element"
 
 
-def assemble(task: Task, plan: Plan, template: Template, group: Group, source: StateSource | None = None) -> Machinery:
+def assemble(
+    task: Task,
+    plan: Plan,
+    template: Template,
+    group: Group,
+    source: StateSource | None = None,
+    forced: bool = False,
+) -> Machinery:
     """Lays the template out over ``group`` and fills it from ``source`` (default: the template's first values).
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
+    ``forced``: the user trains on knowing that the plan changes the numbers.
     """
-    whole_tensors = needs_whole_tensors(task, plan)
+    whole_tensors = needs_whole_tensors(task, plan, forced)
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, note = _reduces_once(template, plan, group, narrow)

@@ -19,6 +19,7 @@ class TrainOrder:
         resume: go on from the newest whole checkpoint.
         attempt: counts the starts of the run from 1.
         stop_after: last step to commit in this start.
+        force: train even where the probes refuse the plan.
     """
 
     task: str
@@ -29,6 +30,7 @@ class TrainOrder:
     resume: bool = False
     attempt: int = 1
     stop_after: int | None = None
+    force: bool = False
 
     def to_payload(self) -> dict[str, Any]:
         """As a job's payload."""

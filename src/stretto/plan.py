@@ -62,7 +62,7 @@ class Plan:
                 or a world size other than ``workers``.
         """
         given: dict[str, int] = {}
-        valid = (*(each.name for each in dataclasses.fields(cls)), "dp_replicate")
+        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "loaders")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -88,6 +88,12 @@ class Plan:
                 f"plan {self} needs {self.world_size} worker(s), got --workers {workers}; "
                 f"leave --workers out, or give dp={workers}"
             )
+
+    def on(self, workers: int) -> Plan:
+        """The same way of training on another number of workers; copies of the weights stay cut alike if they can."""
+        hybrid = 1 < self.dp_shard < self.dp
+        keeps = hybrid and workers % self.dp_shard == 0
+        return dataclasses.replace(self, dp=workers, dp_shard=self.dp_shard if keeps else 0)
 
     @property
     def world_size(self) -> int:

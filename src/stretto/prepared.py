@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.checkpoint import Checkpoint
 from stretto.parallel import Template
 from stretto.plan import Plan
+from stretto.runfolder import Law
 from stretto.task import Task
 
 
@@ -20,12 +21,14 @@ class Prepared:
         plan: checked against the task.
         template: the model, built once.
         checkpoint: what to go on from, or None for a new run.
+        law: whether the plan keeps the numbers of one device.
     """
 
     task: Task
     plan: Plan
     template: Template
     checkpoint: Checkpoint | None = None
+    law: Law = field(default_factory=Law)
 
 
 @dataclass(frozen=True)

@@ -79,13 +79,16 @@ class Run:
         self._weight_names = weight_names(prepared.template.structure)
         self._best = BestSoFar(self.recipe, self.folder, self._data)
         source = fitting(prepared.template, prepared.checkpoint)
-        self._on = assemble(self.task, self.plan, prepared.template, group, source)
+        self._law = prepared.law
+        self._on = assemble(self.task, self.plan, prepared.template, group, source, forced=not self._law.kept)
         self._progress, self._skips = _Progress(), SkipWatch()
         self._notes: list[str | None] = []
         self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
+        if group.transport.startswith("gloo ("):
+            self._notes.append(f"the workers talk over {group.transport}, which is slower than shared memory")
         self._notes += [self._on.note, *retyped_notes(prepared.template, self.recipe.precision)]
         prepared.template.release()
         self._saved = self._progress.step
@@ -359,7 +362,10 @@ class Run:
             "evaluation": self._evaluated[1] if self._evaluated else None,
             "best": self._best.to_json(),
             "run": str(self.folder),
+            "law_kept": self._law.kept,
         }
+        if not self._law.kept:
+            summary["law_broken"] = self._law.reason
         if self._group.rank == 0:
             write_summary(self.folder, summary)
         self._say({"kind": "summary", **summary})

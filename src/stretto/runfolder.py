@@ -21,6 +21,14 @@ SUMMARY_NAME: Final = "summary.json"
 START_ORIGIN: Final = "start()"  # the origin of a plan in a run whose loop is a script's own
 
 
+@dataclass(frozen=True)
+class Law:
+    """Whether a run's plans keep the numbers of one device, as far as the probes can tell; and if not, why."""
+
+    kept: bool = True
+    reason: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
     """``resolved.yaml``: what a run was started with, each value with its origin."""
@@ -34,6 +42,7 @@ class Resolved:
     recipe: dict[str, dict[str, Any]]
     plan: dict[str, dict[str, Any]]
     cluster: dict[str, dict[str, Any]]
+    law: Law = Law()
 
     def values(self) -> dict[str, Any]:
         """Settings and recipe fields by name, as ``--set`` would give them."""

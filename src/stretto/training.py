@@ -21,6 +21,7 @@ from stretto.observe import rss_bytes
 from stretto.order import TrainOrder
 from stretto.parallel.apply import check
 from stretto.plan import Plan
+from stretto.prelaunch import Verdict, examine, settle, since
 from stretto.prepared import Prepared, RunOptions
 from stretto.run import Run
 from stretto.runfolder import (
@@ -51,9 +52,11 @@ def prepare(payload: dict[str, Any], report: Report) -> Prepared:
         )
     if task.recipe.steps < first_step - 1:
         raise UserError(f"steps={task.recipe.steps}: this run has committed {first_step - 1} steps; give more")
-    resolved = _resolve(task, plan, order.plan, order.plan_origin)
-    if order.resume:
-        before = read_resolved(run)
+    before = read_resolved(run) if order.resume else None
+    verdict = examine(task, plan, lambda: prepared.template.structure, run)
+    prepared = replace(prepared, law=since(before, settle(verdict, order.force, "--force", report)))
+    resolved = _resolve(prepared, order.plan, order.plan_origin)
+    if before is not None:
         if task.has("schedule") and (steps := before.recipe["steps"]["value"]) != task.recipe.steps:
             text = f"schedule() was told {steps} steps, and is told {task.recipe.steps} from now on"
             report({"kind": "note", "text": text})
@@ -79,6 +82,7 @@ def start(
     settings: Mapping[str, Any] | None = None,
     run: str | Path | None = None,
     resume: bool = False,
+    force: bool = False,
 ) -> Run:
     """Begins a run in a script with its own loop; every worker calls it, first of all.
 
@@ -88,6 +92,7 @@ def start(
         settings: values for the task's settings and the recipe's fields.
         run: the run folder; default: the next free ``runs/NAME``.
         resume: go on from the newest whole checkpoint in ``run``, where there is one.
+        force: train even where the probes say that the plan would change the numbers; the run folder records it.
 
     Raises:
         PlanError: the plan needs another number of workers than were started.
@@ -104,21 +109,32 @@ def start(
     loaded = load_task(task, settings)
     chosen = plan if isinstance(plan, Plan) else Plan.parse(plan or "", None if plan else context.world_size)
     _check_started(chosen, context)
+    verdict = _examined_by_one(loaded, chosen, Path(run or "runs/NAME"), context)
     group = form_group(chosen, context)
+    tell = context.control.send if group.rank == 0 else _quiet
+    law = settle(Verdict.from_json(group.broadcast_json(verdict)), force, "start(force=True)", tell)
     folder, attempt = _agree_on_folder(group, loaded, None if run is None else Path(run), resume)
     going_on = resume and bool(list_checkpoints(folder / "checkpoints"))
-    checkpoint = _newest(folder, context.control.send if group.rank == 0 else _quiet) if going_on else None
-    prepared = _prepare(loaded, chosen, checkpoint)
+    checkpoint = _newest(folder, tell) if going_on else None
+    before = read_resolved(folder) if going_on else None
+    prepared = replace(_prepare(loaded, chosen, checkpoint), law=since(before, law))
     check_same_model(prepared.template, group)
     if group.rank == 0:
-        resolved = _resolve(loaded, chosen, str(chosen), START_ORIGIN)
+        resolved = _resolve(prepared, str(chosen), START_ORIGIN)
         if loaded.path is not None:
             if changed := changes(folder, loaded.path):
-                context.control.send({"kind": "note", "text": f"the task has changed since the last start:\n{changed}"})
+                tell({"kind": "note", "text": f"the task has changed since the last start:\n{changed}"})
             keep_sources(folder, loaded.path)
         write_resolved(folder, resolved)
         context.control.send({"kind": "resolved", "rows": _rows(resolved), "run": str(folder)})
     return open_run(prepared, RunOptions(folder, attempt), context, group)
+
+
+def _examined_by_one(task: Task, plan: Plan, run: Path, context: WorkerContext) -> dict[str, Any] | None:
+    """Rank 0 probes before the group is formed, as its threads and sockets have no place in a fork."""
+    if context.rank:
+        return None
+    return examine(task, plan, lambda: build_template(task).structure, run).to_json()
 
 
 def _tell_mistakes_in_one_line() -> None:
@@ -202,8 +218,8 @@ def _agree_on_folder(group: Group, task: Task, wanted: Path | None, resume: bool
     return Path(found["folder"]), int(found["attempt"])
 
 
-def _resolve(task: Task, plan: Plan, plan_text: str, plan_origin: str) -> Resolved:
-    cluster = Cluster.measure()
+def _resolve(prepared: Prepared, plan_text: str, plan_origin: str) -> Resolved:
+    task, plan, cluster = prepared.task, prepared.plan, Cluster.measure()
     named = {piece.partition("=")[0].strip() for piece in plan_text.split(",")}
     recipe = {
         name: {"value": getattr(task.recipe, name), "origin": origin} for name, origin in task.recipe_origins.items()
@@ -221,6 +237,7 @@ def _resolve(task: Task, plan: Plan, plan_text: str, plan_origin: str) -> Resolv
             for name, value in asdict(plan).items()
         },
         cluster={name: {"value": value, "origin": "measured"} for name, value in asdict(cluster).items()},
+        law=prepared.law,
     )
 
 

@@ -266,7 +266,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (("train", "full/letter.txt"), "full/letter.txt is no Python file; expected TASK.py, or a folder that holds"),
         (("train", "."), "the folder . holds no task.py; there is line.py"),
         (("train", "fulll/task.py"), "no folder fulll; did you mean 'full'?"),
-        (("train", "line.py", "--plan", "pd=2"), "unknown key 'pd'; valid: dp, zero, microbatches, loaders; did you"),
+        (
+            ("train", "line.py", "--plan", "pd=2"),
+            "unknown key 'pd'; valid: dp, zero, microbatches, ",
+        ),
         (("train", "line.py", "--workers", "3", "--plan", "dp=2"), "plan dp=2 needs 2 worker(s), got --workers 3"),
         (("train", "line.py", "--set", "steps"), "expected --set KEY=VALUE"),
         (("train", "line.py", "--set", "lr=1", "--set", "lr=2"), "--set lr is given twice"),

@@ -15,8 +15,9 @@ from stretto.task import Params
 class Odd(nn.Module):
     """Two linear layers with a learnt scale; ``unused`` takes part in nothing, ``seldom`` where a sample is large."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, counts: bool) -> None:
         super().__init__()
+        self.counts = counts
         self.inner = nn.Linear(3, width)
         self.outer = nn.Linear(width, 1)
         self.scale = nn.Parameter(torch.tensor(0.7))
@@ -27,7 +28,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, 3] to [batch]; counts its calls, as a buffer that every step changes."""
-        if self.training:
+        if self.training and self.counts:
             self.calls += 1
         out = self.outer(torch.tanh(self.inner(x) + self.frozen)).squeeze(-1) * self.scale
         large = x[:, 0] > 0.8
@@ -54,8 +55,9 @@ class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return x, x.sum().sin(), weight
 
 
-def model(width: int = 5) -> nn.Module:
-    return Odd(width)
+def model(width: int = 5, counts: bool = True) -> nn.Module:
+    """``counts``: a buffer counts the calls of forward, which several microbatches make several of."""
+    return Odd(width, counts)
 
 
 def data(length: int = 11, poison: int = -1) -> Dataset[tuple[Tensor, Tensor, Tensor]]:

@@ -23,15 +23,16 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "stretto"
 FACES = ("dashboard", "report", "serve", "search", "compress", "pool", "submit")
 INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
-    *("script", "preload", "training", "order", "loop", "run", "prepared", "best", "weights", "assemble", "skips"),
-    *("kept", "step", "terms", "evaluation", "machinery"),
+    *("script", "preload", "training", "prelaunch", "order", "loop", "run", "prepared", "best", "weights", "assemble"),
+    *("skips", "kept", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")
 PURE = ("planner", "schedule", "graph")
 GROUND = (
+    "probes",  # runs a task's own data and model, and keeps files: it looks down on all of the ground
     *("state", "comm", "data", "observe"),
-    *("losses", "probes", "task", "metrics", "collate", "taskfile", "runfolder", "recipe", "plan", "cluster", "mesh"),
+    *("losses", "task", "metrics", "collate", "taskfile", "runfolder", "recipe", "plan", "cluster", "mesh"),
     *("precision", "mistakes", "errors"),
 )
 # The package itself ("stretto", its __init__) stands above all: it is the list of names that users import.

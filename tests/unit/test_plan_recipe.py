@@ -56,6 +56,20 @@ def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
         Plan.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("plan", "workers", "becomes"),
+    [
+        ("dp=2,zero=3", 3, "dp=3,zero=3"),
+        ("dp=2,zero=1,microbatches=2", 1, "dp=1,zero=1,microbatches=2"),
+        ("dp_replicate=2,dp_shard=2", 6, "dp_replicate=3,dp_shard=2"),
+        ("dp_replicate=2,dp_shard=2", 2, "dp=2,zero=3"),
+        ("dp_replicate=2,dp_shard=2", 3, "dp=3,zero=3"),
+    ],
+)
+def test_a_plan_on_other_workers(plan: str, workers: int, becomes: str) -> None:
+    assert str(Plan.parse(plan).on(workers)) == becomes
+
+
 def test_workers_and_plan_must_agree() -> None:
     with pytest.raises(PlanError, match=r"needs 2 worker\(s\), got --workers 3"):
         Plan.parse("dp=2", workers=3)

@@ -32,6 +32,9 @@ StopAfterOption = Annotated[
     int | None,
     typer.Option("--stop-after", min=1, metavar="STEP", help="Save and leave after this step; `resume` goes on."),
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Train even where the plan would change the numbers; the run folder records it.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from stretto.cli.options import (
+    ForceOption,
     JsonOption,
     PlanOption,
     RunArgument,
@@ -38,6 +38,7 @@ def resume_command(
         typer.Option("--set", metavar="KEY=VALUE", help="steps, eval_every, save_every or keep; repeatable."),
     ] = None,
     stop_after: StopAfterOption = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
     """Go on with a run from its newest whole checkpoint, on any number of workers."""
@@ -65,6 +66,7 @@ def resume_command(
             resume=True,
             attempt=starts[-1].attempt + 1 if starts else 1,
             stop_after=stop_after,
+            force=force,
         )
         repeated = (*given_sets(resolved, changed), *(sets or ()))
         launch = Launch(order, chosen, shown_path(task), repeated, first_member(run), note)
@@ -91,7 +93,7 @@ def choose_plan(resolved: Resolved, plan: str | None, workers: int | None) -> tu
     old = Plan.parse(",".join(f"{key}={entry['value']}" for key, entry in resolved.plan.items()))
     if workers is None:
         return old, str(old), "as before"
-    chosen = dataclasses.replace(old, dp=workers)
+    chosen = old.on(workers)
     return chosen, str(chosen), "--workers"
 
 

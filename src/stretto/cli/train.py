@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from stretto.cli.options import (
+    ForceOption,
     JsonOption,
     PlanOption,
     SetOption,
@@ -28,6 +29,7 @@ def train_command(
     run: Annotated[
         Path | None, typer.Option("--run", metavar="DIR", help="The run folder; else the next free runs/NAME.")
     ] = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
     """Train a task on some workers."""
@@ -47,6 +49,7 @@ def train_command(
             plan_origin="--plan" if plan else "--workers" if workers else "default",
             run=str(folder.path),
             stop_after=stop_after,
+            force=force,
         )
         code = launch_training(Launch(order, chosen, task, tuple(sets or ())), quiet=json)
     raise typer.Exit(code)

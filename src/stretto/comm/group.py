@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from stretto.comm.members import Members
+from stretto.comm.members import Broken, Members
+from stretto.comm.shm_group import BACKEND, SharedMemoryGroup, form_shared_memory_group
+from stretto.comm.shm_segment import Unavailable
 from stretto.errors import LaunchError, PeerLost
 from stretto.mesh import Mesh
 
@@ -50,24 +52,45 @@ class Group(Members):
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device | None = None) -> None:
         """Forms the group. Raises PeerLost where the others don't come in time."""
-        self._broken = False
-        super().__init__(
-            rendezvous.rank, rendezvous.world_size, device or torch.device("cpu"), None, lambda: self._broken
-        )
+        super().__init__(rendezvous.rank, rendezvous.world_size, device or torch.device("cpu"), None, Broken())
+        self._shared: list[SharedMemoryGroup] = []  # this one and subgroups of it
         self._store = _open_store(rendezvous)
         before = _socket_inodes()
+        one_host = rendezvous.store.startswith("file://") or self.size == 1
+        self.transport = self._form(rendezvous, one_host and self.device.type == "cpu")
+        self._group = dist.group.WORLD
+        self._sockets = _opened_since(before)
+
+    def _form(self, rendezvous: Rendezvous, one_host: bool) -> str:
+        """Forms torch's default group; returns over what it talks, and where that is the slower way, why."""
+        why = ""
+        if one_host:
+            dist.Backend.register_backend(BACKEND, self._form_shared, extended_api=True, devices=["cpu"])
+            try:
+                self._init(rendezvous, BACKEND)
+                return "shared memory"
+            except Unavailable as error:  # on all members alike
+                why = f" ({error})"
+        self._init(rendezvous, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        return ("nccl" if self.device.type == "cuda" else "gloo") + why
+
+    def _init(self, rendezvous: Rendezvous, backend: str) -> None:
         try:
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                backend,
                 store=PrefixStore(f"epoch-{rendezvous.epoch}", self._store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=rendezvous.timeout_seconds),
             )
+        except Unavailable:
+            raise
         except (RuntimeError, dist.DistError) as error:
             raise PeerLost(f"the group of epoch {rendezvous.epoch} was not formed: {error}") from error
-        self._group = dist.group.WORLD
-        self._sockets = _opened_since(before)
+
+    def _form_shared(self, *arguments: Any) -> SharedMemoryGroup:
+        self._shared.append(form_shared_memory_group(*arguments))
+        return self._shared[-1]
 
     def along(self, mesh: Mesh, axis: str) -> Members:
         """The members that stand in one line with this one on ``axis`` of ``mesh``. Every member must call it."""
@@ -76,16 +99,18 @@ class Group(Members):
         lines = mesh.lines(axis)
         mine = next(line for line in lines if self.rank in line)
         if len(mine) == 1:
-            return Members(0, 1, self.device, None, lambda: self._broken)
+            return Members(0, 1, self.device, None, self._broken)
         before = _socket_inodes()
         with self.guard():
             found = [dist.new_group(list(line)) for line in lines]
         self._sockets |= _opened_since(before)
-        return Members(mine.index(self.rank), len(mine), self.device, found[lines.index(mine)], lambda: self._broken)
+        return Members(mine.index(self.rank), len(mine), self.device, found[lines.index(mine)], self._broken)
 
     def break_(self) -> None:
         """Ends every call on this group, now and later, with PeerLost. Any thread may call it, at any time."""
-        self._broken = True
+        self._broken.so = True
+        for group in self._shared:
+            group.break_()
         for fd, inode in self._sockets.items():
             if _inode(fd) == inode:
                 _shutdown(fd)
@@ -94,7 +119,7 @@ class Group(Members):
         """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone."""
         if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
-        self._sockets = {}
+        self._sockets, self._shared = {}, []
 
 
 def _open_store(rendezvous: Rendezvous) -> Store:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from stretto.comm.shm_segment import Lost
 from stretto.errors import PeerLost
 
 _LOST: Final = (
@@ -20,6 +22,13 @@ _LOST: Final = (
     "timed out",
     "nccl comm",
 )
+
+
+@dataclass
+class Broken:
+    """Whether a group was broken; shared by all that stand on it, none of which need hold another for it."""
+
+    so: bool = False
 
 
 class Members:
@@ -39,10 +48,10 @@ class Members:
         size: int,
         device: torch.device,
         process_group: dist.ProcessGroup | None,
-        broken: Callable[[], bool],
+        broken: Broken,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._group, self._is_broken = process_group, broken
+        self._group, self._broken = process_group, broken
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -155,6 +164,6 @@ class Members:
             yield
         except RuntimeError as error:
             text = str(error).lower()
-            if self._is_broken() or any(word in text for word in _LOST):
+            if self._broken.so or isinstance(error, Lost) or any(word in text for word in _LOST):
                 raise PeerLost(f"rank {self.rank}: a collective ended early: {error}") from error
             raise

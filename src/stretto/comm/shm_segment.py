@@ -1,0 +1,312 @@
+"""Memory that the members of one host share, and how they wait for each other in it.
+
+Every member has a page of words that it alone writes and two buffers. All members take the same *steps*: write the
+own buffer, post the step, wait until everyone has posted it, read the others' buffers. Steps alternate between the
+two buffers, and that alone keeps them apart: whoever has posted step t has read everything of step t - 1, so the
+buffers of step t - 1 may be written again as soon as everyone has posted t.
+
+*Order of memory.* A word is eight bytes, aligned, and written by one store of a memoryview. x86-64 shows stores to
+others in the order they were made, and loads happen in order; copies of libc that go past the caches end in a fence.
+So whoever sees the word sees the buffer. On other processors plain stores promise no such order, so :func:`available`
+says no there. A futex closes the gap between looking at a word and falling asleep: the kernel compares the word again
+under its own lock, and the wake that follows each store takes the same lock.
+
+*Ends.* The memory has no name in any file system (memfd), so nothing is left behind by a kill, and a full /dev/shm
+doesn't matter. It is allotted at once, so there is no SIGBUS later. Who waits looks about ten times a second whether
+all members live.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import platform
+import secrets
+import sys
+import time
+from typing import Any, Final
+
+import torch
+from torch._C._distributed_c10d import Store
+
+BUFFER_BYTES: Final = 1 << 20  # two of them and a page for each member; larger ones fall out of the caches
+
+_PAGE: Final = 4096
+_POSTED, _FAULT, _PID, _BORN, _TOKEN = (offset // 8 for offset in (0, 64, 128, 136, 144))  # words of a member's page
+_REASON, _REASON_BYTES = 512, 512
+_CALL, _CALL_BYTES = 1024, 256  # two, one for each buffer
+_LOST, _DIFFERS = 1, 2
+
+_SYS_FUTEX: Final = 202
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_NAP_NANOSECONDS: Final = 20_000_000  # a break that comes just before a nap is seen after it
+_CHECK_SECONDS: Final = 0.1
+_SPINS: Final = 1000  # about 50 us
+
+
+class Unavailable(RuntimeError):
+    """The members can't share memory; raised on all of them alike, so that all may choose another way."""
+
+
+class Lost(RuntimeError):
+    """A member died, left, or did not come in time, or the group was broken."""
+
+
+class CallsDiffer(RuntimeError):
+    """Members made different calls where all must make the same."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Futex:
+    """Sleeping on a word of shared memory until another process wakes it; the interpreter's lock is let go."""
+
+    def __init__(self) -> None:
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._call.restype = ctypes.c_long
+        self._nap = ctypes.byref(_Timespec(0, _NAP_NANOSECONDS))
+        self._all = ctypes.c_int(2**31 - 1)
+
+    def sleep(self, address: int, seen: int) -> None:
+        """Sleeps unless the 32 bits at ``address`` are no longer ``seen``; for 20 ms at most."""
+        word, value = ctypes.c_void_p(address), ctypes.c_uint32(seen)
+        self._call(_SYS_FUTEX, word, _FUTEX_WAIT, value, self._nap, None, 0)
+
+    def wake(self, address: int) -> bool:
+        """Wakes all who sleep at ``address``; False where the system has no futex."""
+        return int(self._call(_SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAKE, self._all, None, None, 0)) >= 0
+
+
+def available() -> str:
+    """Why this machine can't run the shared-memory backend; empty where it can."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"shared memory needs Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+    if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/stat"):
+        return "shared memory needs memfd_create and /proc"
+    word = ctypes.c_uint64(0)
+    return "" if Futex().wake(ctypes.addressof(word)) else "shared memory needs futexes, which this system refuses"
+
+
+class Segment:
+    """One member's view of the shared memory of a group. One thread at a time may use it; :meth:`leave` is for any."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.steps = 0  # posted so far
+        self._timeout = timeout_seconds
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+        self._futex = Futex()
+        self._left: Exception | None = None
+        self._checked = 0.0
+        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
+        cells = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address = cells.data_ptr()
+        self._buffers = [[_buffer(cells, size, owner, parity) for owner in range(size)] for parity in range(2)]
+        pid = os.getpid()
+        self._words[self._word(rank, _PID)] = pid
+        self._words[self._word(rank, _BORN)] = _born(pid) or 0
+
+    def mine(self) -> torch.Tensor:
+        """Where to write for the next step [bytes, uint8]."""
+        return self._buffers[self.steps & 1][self.rank]
+
+    def of(self, rank: int) -> torch.Tensor:
+        """What ``rank`` wrote for the step that all have posted [bytes, uint8]."""
+        return self._buffers[(self.steps - 1) & 1][rank]
+
+    def post(self, call: bytes) -> None:
+        """Makes the own buffer visible; ``call`` says what is done; :meth:`wait` compares it."""
+        at = self.rank * _PAGE + _CALL + (self.steps & 1) * _CALL_BYTES
+        self._memory[at : at + _CALL_BYTES] = call.ljust(_CALL_BYTES, b"\0")
+        self.steps += 1
+        self._words[self._word(self.rank, _POSTED)] = self.steps
+        if self.size > 1:
+            self._futex.wake(self._address + self.rank * _PAGE)
+
+    def ready(self) -> bool:
+        """Whether everyone has posted the step."""
+        return not self._missing()
+
+    def wait(self, call: bytes) -> None:
+        """Waits until everyone has posted the step, at most the group's time.
+
+        Raises:
+            Lost: a member died, left or did not come; the message names it and the call.
+            CallsDiffer: a member posted the step with another call than ``call``.
+        """
+        words, deadline = self._words, 0.0
+        for peer in range(self.size):
+            at = self._word(peer, _POSTED)
+            for _ in range(self._spins):
+                if words[at] >= self.steps:
+                    break
+            while (seen := words[at]) < self.steps:
+                now = time.monotonic()
+                deadline = deadline or now + self._timeout
+                self._check(call, now)
+                if now > deadline:
+                    missing = _ranks(self._missing())
+                    raise Lost(
+                        f"rank {self.rank} waited {self._timeout:g} s in {call.decode()} for {missing}; "
+                        "every rank must make the same calls in the same order"
+                    )
+                self._futex.sleep(self._address + peer * _PAGE, seen & 0xFFFFFFFF)
+            self._compare(call, peer)  # before waiting for the next: it may wait for us in another call
+
+    def _compare(self, call: bytes, peer: int) -> None:
+        at = peer * _PAGE + _CALL + ((self.steps - 1) & 1) * _CALL_BYTES
+        if (theirs := self._memory[at : at + _CALL_BYTES].rstrip(b"\0")) != call:
+            raise CallsDiffer(
+                f"rank {self.rank} is in {call.decode()}, but rank {peer} in {theirs.decode(errors='replace')}; "
+                "every rank must make the same calls in the same order"
+            )
+
+    def leave(self, why: Exception) -> None:
+        """Ends every wait on this segment, here and, as this member won't come any more, at the others. Any thread."""
+        if self._left is not None:
+            return
+        self._left = why
+        at = self.rank * _PAGE + _REASON
+        self._memory[at : at + _REASON_BYTES] = str(why).encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+        self._words[self._word(self.rank, _FAULT)] = _DIFFERS if isinstance(why, CallsDiffer) else _LOST
+        for rank in range(self.size):
+            self._futex.wake(self._address + rank * _PAGE)
+
+    def check_open(self) -> None:
+        """Raises what :meth:`leave` was told, if it was called."""
+        if self._left is not None:
+            raise type(self._left)(*self._left.args)
+
+    def _check(self, call: bytes, now: float) -> None:
+        """Raises where the step can't complete any more."""
+        for peer in range(self.size):  # this member too, whose group may be broken by another thread
+            if fault := self._words[self._word(peer, _FAULT)]:
+                at = peer * _PAGE + _REASON
+                why = self._memory[at : at + _REASON_BYTES].rstrip(b"\0").decode(errors="replace")
+                self._raise_unless_ready(
+                    CallsDiffer(why) if fault == _DIFFERS else Lost(f"in {call.decode()}: rank {peer} left: {why}")
+                )
+        if now - self._checked > _CHECK_SECONDS:
+            self._checked = now
+            dead = [peer for peer in range(self.size) if not self._lives(peer)]
+            if dead:
+                self._raise_unless_ready(Lost(f"in {call.decode()}: {_ranks(dead)} died"))
+
+    def _raise_unless_ready(self, error: Exception) -> None:
+        """Who finished the step before going has done its part: all have posted, and this member may finish too."""
+        if self._missing():
+            raise error
+
+    def _missing(self) -> list[int]:
+        return [peer for peer in range(self.size) if self._words[self._word(peer, _POSTED)] < self.steps]
+
+    def _lives(self, rank: int) -> bool:
+        born = _born(self._words[self._word(rank, _PID)])
+        return born is not None and born == self._words[self._word(rank, _BORN)]
+
+    def _word(self, rank: int, offset: int) -> int:
+        return rank * (_PAGE // 8) + offset
+
+
+def form_segment(store: Store, rank: int, size: int, timeout_seconds: float) -> Segment:
+    """The memory of a new group, whose members meet in ``store``. Every member must call it.
+
+    Raises:
+        Unavailable: on every member alike, where one of them can't; it says which and why.
+        Lost: a member did not come in time.
+    """
+    token = secrets.randbits(64)
+    fd, segment = -1, None
+    try:
+        answer: dict[str, Any] = {"why": available()}
+        if not answer["why"] and rank == 0:
+            try:
+                fd = _make_memory(_total_bytes(size))
+                answer |= {"pid": os.getpid(), "fd": fd, "token": token}
+            except OSError as error:
+                answer["why"] = f"no memory to share ({_total_bytes(size) >> 20} MiB): {error}"
+        offer = answer if rank == 0 else json.loads(_read(store, 0, rank, timeout_seconds))
+        if not answer["why"] and not offer["why"]:
+            try:
+                segment = Segment(_map(offer, rank, size), rank, size, timeout_seconds)
+            except OSError as error:
+                answer["why"] = f"can't map the memory of rank 0: {error}"
+        store.set(f"member-{rank}", json.dumps(answer))
+        answers = [json.loads(_read(store, peer, rank, timeout_seconds)) for peer in range(size)]
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    for peer, found in enumerate(answers):
+        if found["why"]:
+            raise Unavailable(f"rank {peer}: {found['why']}")
+    assert segment is not None
+    return segment
+
+
+def _total_bytes(size: int) -> int:
+    return size * (_PAGE + 2 * BUFFER_BYTES)
+
+
+def _buffer(cells: torch.Tensor, size: int, owner: int, parity: int) -> torch.Tensor:
+    start = size * _PAGE + (2 * owner + parity) * BUFFER_BYTES
+    return cells[start : start + BUFFER_BYTES]
+
+
+def _make_memory(num_bytes: int) -> int:
+    fd = os.memfd_create("stretto", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _map(offer: dict[str, Any], rank: int, size: int) -> mmap.mmap:
+    """Maps the memory that rank 0 offers: through /proc, so that it needs no name."""
+    total = _total_bytes(size)
+    fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != total:
+            raise OSError(errno.ESTALE, "another process has its number")
+        memory = mmap.mmap(fd, total)
+    finally:
+        os.close(fd)
+    token = memoryview(memory).cast("Q")
+    if rank == 0:
+        token[_TOKEN] = offer["token"]
+    elif token[_TOKEN] != offer["token"]:
+        raise OSError(errno.ESTALE, "another process has its number")
+    return memory
+
+
+def _read(store: Store, peer: int, rank: int, timeout_seconds: float) -> bytes:
+    """What ``peer`` says of itself. Looks often at first: a store's own wait() sleeps for 10 ms at a time."""
+    deadline, nap = time.monotonic() + timeout_seconds, 0.0002
+    while not store.check([f"member-{peer}"]):
+        if time.monotonic() > deadline:
+            raise Lost(f"rank {rank} waited {timeout_seconds:g} s for rank {peer} to form the group")
+        time.sleep(nap)
+        nap = min(2 * nap, 0.02)
+    return bytes(store.get(f"member-{peer}"))
+
+
+def _born(pid: int) -> int | None:
+    """When a process began, in ticks since the machine's start; None where it has ended, be it unreaped."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
