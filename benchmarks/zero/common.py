@@ -1,4 +1,4 @@
-"""What every peer's step shares: the same samples, weights, loss reduction and clipping as stretto's, and the same order.
+"""What every peer's step shares with stretto's: the samples, the first weights, the loss and its reduction.
 
 A peer says how it wraps the model, runs a backward and updates; the rest of a step is written here once.
 """

@@ -113,8 +113,8 @@ class FSDP2:
 class Accelerate:
     """Stages 2 and 3 by Accelerate's FSDP2 plugin.
 
-    Accelerate takes the plugin for accelerators only, and falls back to DDP on CPUs without a word; so its state is told
-    by hand that this is FSDP. From there on everything is its own code.
+    Accelerate takes the plugin for accelerators only, and falls back to DDP on CPUs without a word; so its state is
+    told by hand that this is FSDP. From there on everything is its own code.
     """
 
     def __init__(self, case: Case) -> None:

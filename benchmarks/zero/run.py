@@ -4,7 +4,8 @@
 
 All arms of a comparison train the same model on the same samples in the same two processes, interleaved in paired
 blocks. Each takes a few steps first; their losses must agree, or they don't do the same work. The control is the
-first peer twice: outside 0.985 to 1.015 the comparison is void. A peer that isn't installed is said to be so.
+first peer twice: outside 0.985 to 1.015 the comparison is measured once more, and then it is void. A peer that isn't
+installed is said to be so. ``benchmarks/table.py`` writes the READMEs' table from the results.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import warnings
@@ -22,8 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-import torch._dynamo  # FSDP2 imports it at its first step otherwise
+import torch._dynamo  # noqa: F401  (FSDP2 imports it at its first step otherwise)
 from common import Case, gloo_group
 from forked import run_forked
 from paired import ratio, run_blocks, table
@@ -40,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"depth": 6, "width": 256, "heads": 8, "context": 128, "batch": 16, "steps": 1000}
 FIRST_STEPS = 5  # of each arm, before the clock runs
 LOSS_TOLERANCE = 1e-4  # relative, after the first steps, in float32
-CONTROL = (0.985, 1.015)
+CONTROL = 1.015  # of the same arm twice, at most, and at least one over it
+ATTEMPTS = 2  # a comparison whose control fails is measured once more
 
 
 def stretto_step(case: Case) -> Callable[[], float]:
@@ -73,12 +75,14 @@ def compare(case: Case, blocks: int, steps: int) -> dict[str, Any]:
     arms, control = build_arms(case)
     warnings.simplefilter("ignore")  # or a peer pays at each step for being told of a deprecated call
     losses = {name: [step() for _ in range(FIRST_STEPS)][-1] for name, step in arms.items()}
-    spread = (max(losses.values()) - min(losses.values())) / min(losses.values())
-    if not spread <= LOSS_TOLERANCE:
-        raise SystemExit(f"{case.plan}: the arms don't do the same work; their losses after {FIRST_STEPS} steps: {losses}")
-    times = run_blocks(
-        {name: partial(_drop, step) for name, step in arms.items()}, blocks, steps, case.group.barrier
-    )
+    check_alike(case, losses)
+    timed = {name: partial(_drop, step) for name, step in arms.items()}
+    void, attempts = True, 0
+    while void and attempts < ATTEMPTS:
+        times = run_blocks(timed, blocks, steps, case.group.barrier)
+        found = ratio(control, PEERS[case.stage][0][0], times)
+        void = case.group.maximum(abs(math.log(found.median))) > math.log(CONTROL)  # so all ranks decide alike
+        attempts += 1
     rows = []
     for name, package, _ in PEERS[case.stage]:
         row: dict[str, Any] = {"name": name, "package": package}
@@ -86,13 +90,12 @@ def compare(case: Case, blocks: int, steps: int) -> dict[str, Any]:
             row |= {"milliseconds": _milliseconds(times[name]), "loss": losses[name]}
             row["ratio"] = ratio("stretto", name, times).to_json()
         rows.append(row)
-    found = ratio(control, PEERS[case.stage][0][0], times)
-    ratios = [found, *(ratio("stretto", row["name"], times) for row in rows if "ratio" in row)]
     if case.group.rank == 0:
-        print(f"\n{case.plan}: loss after {FIRST_STEPS} steps:", {name: round(loss, 6) for name, loss in losses.items()})
-        print(table(ratios, times))
+        rounded = {name: round(loss, 6) for name, loss in losses.items()}
+        print(f"\n{case.plan}: loss after {FIRST_STEPS} steps:", rounded)
+        print(table([found, *(ratio("stretto", row["name"], times) for row in rows if "ratio" in row)], times))
         print("not installed:", ", ".join(row["name"] for row in rows if "ratio" not in row) or "none")
-        print("control:", "good" if CONTROL[0] <= found.median <= CONTROL[1] else "void", flush=True)
+        print("control:", "void" if void else "good", f"(attempt {attempts})", flush=True)
     return {
         "plan": case.plan,
         "stage": case.stage,
@@ -100,9 +103,17 @@ def compare(case: Case, blocks: int, steps: int) -> dict[str, Any]:
         "milliseconds": _milliseconds(times["stretto"]),
         "loss": losses["stretto"],
         "control": found.to_json(),
-        "void": not CONTROL[0] <= found.median <= CONTROL[1],
+        "attempts": attempts,
+        "void": void,
         "peers": rows,
     }
+
+
+def check_alike(case: Case, losses: dict[str, float]) -> None:
+    """Raises SystemExit where the arms, which began alike, don't have the same loss."""
+    spread = (max(losses.values()) - min(losses.values())) / min(losses.values())
+    if not spread <= LOSS_TOLERANCE:
+        raise SystemExit(f"{case.plan}: the arms do different work; losses after {FIRST_STEPS} steps: {losses}")
 
 
 def _drop(step: Callable[[], float]) -> None:
