@@ -130,10 +130,13 @@ class Passing(GradientBucket):
     def send(self) -> None:
         """See :class:`GradientBucket`; after each microbatch."""
         self.settle()
-        flat = torch.zeros(self._bucket.numel, dtype=self._dtype, device=self._device)
+        flat = torch.empty(self._bucket.numel, dtype=self._dtype, device=self._device)
         for name, part in self._parts.items():
-            if part.compute.grad is not None:
-                self._whole(flat, name).copy_(part.compute.grad)
+            place = self._whole(flat, name)
+            if part.compute.grad is None:
+                place.zero_()
+            else:
+                place.copy_(part.compute.grad)
                 part.compute.grad = None
         self._moving = (flat, self._reduce(flat))
 
