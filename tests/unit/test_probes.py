@@ -121,3 +121,12 @@ def test_the_probe_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     optimizer_cut_error(lambda params: torch.optim.SGD(list(params), lr=float(torch.rand(()))))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_groups_by_place_are_no_coupling() -> None:
+    """A factory may give each parameter a rate by its place; that alone ties none to another."""
+
+    def factory(params: Params) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [p], "lr": 1e-3 * (place + 1)} for place, p in enumerate(params)])
+
+    assert optimizer_reach(factory) == ("element", 0.0)

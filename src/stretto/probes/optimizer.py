@@ -37,9 +37,10 @@ class Reach(NamedTuple):
 
 
 def optimizer_reach(factory: Factory) -> Reach:
-    """How far an optimizer's updates look: updates of a 6 x 4 parameter, beside a second one, alone, and in parts.
+    """How far an optimizer's updates look: updates of a 6 x 4 parameter, beside a second one, beside another, in parts.
 
-    An optimizer that works element by element gives an error of 0 exactly.
+    There are two parameters throughout, as a factory may choose groups by number or place. An optimizer that works
+    element by element gives an error of 0 exactly.
 
     Raises:
         ProbeFailed: the factory can't work on parameters of the probe's own.
@@ -48,15 +49,15 @@ def optimizer_reach(factory: Factory) -> Reach:
     drawn = torch.Generator().manual_seed(0)
     first, second = _Trial.draw(SHAPE, drawn), _Trial.draw((5, 3), drawn)
     try:
-        (whole,) = _train(factory, [first])
-        beside = _train(factory, [first, second])
-        (other,) = _train(factory, [second])
+        whole = _train(factory, [first, second])
+        beside_another = _train(factory, [first, _Trial.draw((5, 3), drawn)])[0]
+        other = _train(factory, [_Trial.draw(SHAPE, drawn), second])[1]
     except Exception as error:  # the factory is the user's, and may ask for anything
         raise ProbeFailed(one_line(error)) from error
     else:
-        if (apart := max(_apart(whole, beside[0], first), _apart(other, beside[1], second))) > TOLERANCE:
+        if (apart := max(_apart(whole[0], beside_another, first), _apart(whole[1], other, second))) > TOLERANCE:
             return Reach("all", apart)
-        apart = max(_cut_error(factory, first, axis) for axis in (0, 1))
+        apart = max(_cut_error(factory, first, second, axis) for axis in (0, 1))
         return Reach("tensor" if apart > TOLERANCE else "element", apart)
     finally:
         torch.set_rng_state(before)
@@ -84,11 +85,11 @@ class _Trial(NamedTuple):
         return [_Trial(start, gradients) for start, *gradients in parts]
 
 
-def _cut_error(factory: Factory, trial: _Trial, axis: int) -> float:
+def _cut_error(factory: Factory, trial: _Trial, beside: _Trial, axis: int) -> float:
     """How far the updates of two halves are from the whole's. Halves that the optimizer refuses can't be cut either."""
     try:
-        (whole,) = _train(factory, [trial])
-        halves = [_train(factory, [half])[0] for half in trial.halves(axis)]
+        whole = _train(factory, [trial, beside])[0]
+        halves = [_train(factory, [half, beside])[0] for half in trial.halves(axis)]
     except Exception:
         return 1.0
     return _apart(whole, torch.cat(halves, axis), trial)
