@@ -289,7 +289,9 @@ def test_a_ctrl_c_at_once_costs_one_line(tmp_path: Path, when: str) -> None:
     slow = f"open('{when}', 'w').close(); import time; time.sleep(60)"
     text = {"in model()": changed("return nn.Seq", f"{slow}; return nn.Seq"), "in the first step": GOOD}.get(when, GOOD)
     if when == "in the first step":
-        brief = slow.replace("60", "2")
+        # The probe before the launch calls loss() too, without gradients.
+        worker = "__import__('torch').is_grad_enabled()"
+        brief = f"{worker} and (open('{when}', 'w').close(), __import__('time').sleep(2))"
         text = changed(PLAIN_LOSS, f"{brief}; {PLAIN_LOSS}")
     (tmp_path / "task.py").write_text(text)
     process = command(tmp_path, "train", "task.py", "--workers", "2", "--run", "run")
