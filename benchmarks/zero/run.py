@@ -32,7 +32,7 @@ from peers import PEERS, build, version
 
 from stretto.assemble import assemble, build_template
 from stretto.comm.group import Group
-from stretto.data import Position, Sampler
+from stretto.data import Feeder, Position, Sampler
 from stretto.plan import Plan
 from stretto.step import Stepper
 from stretto.task import load_task
@@ -49,7 +49,8 @@ def stretto_step(case: Case) -> Callable[[], float]:
     """A step of stretto's engine, as a run makes it."""
     task, plan = case.task, Plan.parse(case.plan)
     machinery = assemble(task, plan, build_template(task), case.group)
-    stepper = Stepper(task, plan, case.dataset, machinery)
+    feeder = Feeder(case.dataset, task.collate, task.recipe.seed)
+    stepper = Stepper(task, plan, feeder, machinery)
     sampler = Sampler(len(case.dataset), task.recipe.batch, task.recipe.seed)  # type: ignore[arg-type]
     batches = sampler.batches(1, Position())
     return lambda: stepper.step(next(batches)).loss
