@@ -50,7 +50,8 @@ class ExactSum:
         self._order = {name: index for index, name in enumerate(layout.places)}
         self._reached = torch.zeros(len(self._order), dtype=torch.float64)
         self._sparse: dict[str, torch.Tensor | None] = dict.fromkeys(name for name in own if name not in dense)
-        self._summed: dict[str, torch.Tensor | None] = {}
+        self._by_layout = tuple(n for n, p in layout.places.items() if p.summed and p.local.requires_grad)
+        self._summed: dict[str, torch.Tensor] = {}  # over several copies of the weights, where there are several
         self._waiting = [len(bucket.names) for bucket in self._buckets]
         self._next = 0
         self._sending = False
@@ -146,16 +147,20 @@ class ExactSum:
 
     def _add_replicas(self) -> None:
         """Adds what the layout has summed over one copy of the weights over all copies."""
-        names = [name for name, p in self._layout.places.items() if p.summed and p.local.requires_grad]
-        self._summed = {name: self._layout.gradient(name) for name in names}
+        names = self._by_layout
         if self._replicas.size == 1 or not names:
             return
         locals_ = [self._layout.places[name].local for name in names]
-        found = [torch.zeros_like(p) if g is None else g for p, g in zip(locals_, self._summed.values(), strict=True)]
+        gradients = [self._layout.gradient(name) for name in names]
+        found = [torch.zeros_like(p) if g is None else g for p, g in zip(locals_, gradients, strict=True)]
         flat = torch.cat([gradient.reshape(-1) for gradient in found])
         self._replicas.all_reduce(flat)
         parts = torch.split(flat, [gradient.numel() for gradient in found])
         self._summed = {n: part.view(p.shape) for n, part, p in zip(names, parts, locals_, strict=True)}
+
+    def _of_layout(self) -> dict[str, torch.Tensor | None]:
+        """The gradients that the layout sums. They are its own: kept here, they would outlive the step."""
+        return dict(self._summed) or {name: self._layout.gradient(name) for name in self._by_layout}
 
     def agrees(self) -> bool:
         """See :class:`Sync`; no where a bucket was sent before all of it had come. The next attempt sends late."""
@@ -173,7 +178,7 @@ class ExactSum:
             shared = self._layout.places[bucket.names[0]].shares is None
             parts.append(bucket.own.tensor_split(world.size)[world.rank] if shared else bucket.own)
         parts += [g._values().tensor_split(world.size)[world.rank] for g in self._sparse.values() if g is not None]
-        for gradient in self._summed.values():
+        for gradient in self._of_layout().values():
             if gradient is not None:
                 parts.append(gradient.reshape(-1).tensor_split(replicas.size)[replicas.rank])
         parts = [part for part in parts if part.numel()]
@@ -192,17 +197,16 @@ class ExactSum:
             return
         tensors = [bucket.own for bucket in self._buckets]
         tensors += [gradient._values() for gradient in self._sparse.values() if gradient is not None]
-        tensors += [gradient for gradient in self._summed.values() if gradient is not None]
+        tensors += [gradient for gradient in self._of_layout().values() if gradient is not None]
         if tensors:
             torch._foreach_mul_(tensors, factor)
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         """See :class:`Sync`."""
-        return {name: self._gradient(name) for name in self._layout.places}
+        summed = self._of_layout()
+        return {n: summed[n] if n in summed else self._gradient(n) for n in self._layout.places}
 
     def _gradient(self, name: str) -> torch.Tensor | None:
-        if name in self._summed:
-            return self._summed[name]
         if name in self._sparse:
             return self._sparse[name]
         index = self._bucket_of.get(name)
