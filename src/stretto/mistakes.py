@@ -90,8 +90,8 @@ def _missing_entry(error: KeyError, function: str, batch: Mapping[Any, Any]) -> 
     if _indexed(summary, trace.tb_frame) is not batch:
         return None
     key = error.args[0]
-    names = ", ".join(map(str, batch))
-    return f"task: {function}() asked the batch for {key!r}; it has: {names}{nearest(str(key), map(str, batch))}"
+    what, names = "totals" if function == "summarize" else "batch", ", ".join(map(str, batch))
+    return f"task: {function}() asked the {what} for {key!r}; it has: {names}{nearest(str(key), map(str, batch))}"
 
 
 def _indexed(summary: traceback.FrameSummary, frame: FrameType) -> Any:

@@ -31,7 +31,7 @@ from stretto.data import (
     seed_everything,
 )
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
-from stretto.errors import PeerLost, UserError, nearest
+from stretto.errors import PeerLost, TaskError, UserError, nearest
 from stretto.evaluation import evaluate
 from stretto.kept import kept_of, restore
 from stretto.launch.context import WorkerContext
@@ -231,8 +231,12 @@ class Run:
         """What the task makes of the training loss alone; nothing where it needs more than that."""
         try:
             found = self.task.summarize(totals)
-        except (KeyError, ZeroDivisionError):
+        except ZeroDivisionError:
             return {}
+        except TaskError as error:
+            if isinstance(error.__cause__, KeyError):  # it asked for a metric, which only an evaluation has
+                return {}
+            raise
         return {name: value for name, value in found.items() if name != "loss"}
 
     def log(self, **values: Any) -> None:

@@ -167,7 +167,7 @@ MISTAKES = (
     ),
     # ---- no data
     (changed("return Rows(points, y)", "Rows(points, y)"), "dp=1", {}, "task: data() returned None; it must return a"),
-    (GOOD, "dp=2", {"points": "0"}, "the training dataset is empty; data() must return at least one sample"),
+    (GOOD, "dp=2", {"points": "0"}, "data()['train'] is empty; give it at least one sample"),
     (
         GOOD,
         "dp=2",

@@ -9,6 +9,7 @@ import torch
 import stretto
 from stretto.assemble import assemble, build_template, disassemble
 from stretto.comm.group import Group, Rendezvous
+from stretto.data import Feeder
 from stretto.evaluation import evaluate
 from stretto.launch.context import WorkerContext
 from stretto.plan import Plan
@@ -23,7 +24,8 @@ def totals(payload: dict[str, Any], context: WorkerContext) -> list[dict[str, An
         plan = Plan.parse(text)
         group = Group(Rendezvous(context.epoch.store, number, context.rank, context.world_size))
         on = assemble(task, plan, build_template(task), group)
-        parts = evaluate(task, plan, on, task.data()["val"])
+        feeder = Feeder(task.data()["val"], task.collate, task.recipe.seed)
+        parts = evaluate(task, plan, on, feeder)
         found.append({name: _plain(total) for name, total in parts.items()})
         disassemble(on)
     return found

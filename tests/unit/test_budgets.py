@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,14 @@ def test_the_house_keeps_its_budgets() -> None:
     assert not broken, "\n" + "\n".join(broken)
     unneeded = let_through - {(f.rule, f.path, f.name) for f in every}
     assert not unneeded, f"exceptions that nothing needs: {sorted(unneeded)}"
+
+
+def test_pytest_leaves_no_folder_of_tests_out(pytestconfig: pytest.Config) -> None:
+    """It did leave out tests/dist for a while: a folder of that name is passed over unless one says otherwise."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    parts = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    assert not [part for part in parts for pattern in patterns if fnmatch(part, pattern)]
 
 
 # -------------------------------------------------------------------------- each rule can fail, and can pass

@@ -56,7 +56,7 @@ class Sampler:
     def __post_init__(self) -> None:
         """Raises TaskError for an empty dataset."""
         if self.length < 1:
-            raise TaskError("data: the training dataset is empty; data() must return at least one sample")
+            raise TaskError("task: data()['train'] is empty; give it at least one sample")
 
     def order(self, epoch: int) -> numpy.ndarray:
         """The dataset indices of ``epoch`` in their order, shape [length], int64."""
