@@ -37,4 +37,4 @@ def fsdp2(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     step = loop(task, model, samples(task.data()["train"], task.recipe.batch, group), group, float(group.size))
     for _ in range(payload["steps"]):
         step()
-    return {"peak_bytes": int(group.maximum(float(peak_rss_bytes() - context.imports_rss_bytes)))}
+    return {"peak_bytes": int(group.maximum(float(peak_rss_bytes(group.size) - context.imports_rss_bytes)))}

@@ -106,7 +106,7 @@ def assemble(
     whole_tensors = needs_whole_tensors(task, plan, forced)
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
-    once, note = _reduces_once(template, plan, group, narrow)
+    once, why = _may_reduce_once(template, plan, group)
     manner = Manner(compute if narrow else torch.float32, whole_tensors, once)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
@@ -114,31 +114,34 @@ def assemble(
     return Machinery(
         group=group,
         applied=applied,
-        sync=build_sync(task.recipe.sync, applied, keep=plan.zero != 2 or once),
+        sync=build_sync(task.recipe.sync, applied, keep=applied.reduces_once),
         optimizer=optimizer,
         schedule=task.schedule(optimizer.optimizer),
-        note=note,
+        note=_said(plan, once, applied.reduces_once, why),
     )
 
 
-def _reduces_once(template: Template, plan: Plan, group: Group, narrow: bool) -> tuple[bool, str]:
-    """Whether the gradients of a step's microbatches are added up whole on each rank and reduced once, and a sentence.
+def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:
+    """Whether the gradients of a step's microbatches may be added up whole on each rank and reduced once; why not.
 
     It saves messages and costs the memory of a whole gradient: worth it up to a quarter of what is free.
     """
-    if plan.zero < 2:
-        return True, ""
-    if plan.microbatches == 1:
-        return False, ""
-    said = f"the gradients of {plan.microbatches} microbatches are"
-    if plan.zero == 3 and narrow:
-        return False, f"{said} sent after each one (FSDP2 can't keep those of copies that only some microbatches use)"
+    if plan.zero < 2 or plan.microbatches == 1:
+        return plan.zero < 2, ""
     whole = sum(spec.num_bytes for name, spec in template.specs.items() if template.trainable[name])
     free = -group.maximum(-float(free_bytes(group.device) / group.size))
-    once = whole <= free * FREE_SHARE
-    how = "added up whole on each worker and sent once a step" if once else "sent after each one"
-    why = "" if once else f" (whole ones need {whole / 1e6:,.0f} MB, a worker has {free / 1e6:,.0f} MB free)"
-    return once, f"{said} {how}{why}"
+    fits = whole <= free * FREE_SHARE
+    return fits, "" if fits else f"whole ones need {whole / 1e6:,.0f} MB, a worker has {free / 1e6:,.0f} MB free"
+
+
+def _said(plan: Plan, may: bool, once: bool, why: str) -> str:
+    """A sentence on how often gradients are reduced, where there is a choice."""
+    if plan.zero < 2 or plan.microbatches == 1:
+        return ""
+    if may and not once:
+        why = "FSDP2 can't keep those of copies that only some microbatches use"
+    how = "added up whole on each worker and sent once a step" if once else f"sent after each one ({why})"
+    return f"the gradients of {plan.microbatches} microbatches are {how}"
 
 
 def disassemble(machinery: Machinery) -> None:

@@ -352,7 +352,8 @@ class Run:
         if self._saved != self._progress.step or self._best.due(self._progress.step):
             self._save(tuple)  # nothing is trained any more, so no copy is needed
         self._writer.wait()
-        peak = int(self._group.maximum(float(peak_rss_bytes() - self._context.imports_rss_bytes)))
+        sharers = self._group.size if self._group.transport == "shared memory" else 1
+        peak = int(self._group.maximum(float(peak_rss_bytes(sharers) - self._context.imports_rss_bytes)))
         summary = {
             "final_loss": self._progress.loss,
             "steps": self._progress.step,

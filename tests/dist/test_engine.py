@@ -139,7 +139,9 @@ TRAPS = str(ROOT / "tests" / "tasks" / "traps.py")
     ("sets", "plan"),
     [
         ({"kind": "reentrant"}, "dp=2"),
+        ({"kind": "reentrant"}, "dp=2,zero=3"),
         ({"kind": "experts"}, "dp=2"),
+        ({"kind": "experts"}, "dp=2,zero=3"),
         ({"kind": "complex"}, "dp=2,zero=3"),
         ({"optim": "Adagrad"}, "dp=2"),
         ({"optim": "Adagrad"}, "dp=3,zero=3"),
@@ -153,8 +155,8 @@ def test_what_is_easily_computed_wrongly_is_exact_hg03(launcher: LocalLauncher, 
             assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-11)
 
 
-def refusal(launcher: LocalLauncher, plan: str, **sets: Any) -> str:
-    payload = {"task": TRAPS, "plan": plan, "num_steps": 5, "sets": sets}
+def refusal(launcher: LocalLauncher, plan: str, apart: bool = False, **sets: Any) -> str:
+    payload = {"task": TRAPS, "plan": plan, "num_steps": 5, "sets": sets, "apart": apart}
     job = Job("engine_entries:steps", payload, Plan.parse(plan).world_size, python_path=(HELPERS,))
     failure = launcher.run(job).failure
     assert failure is not None and failure.kind == "user", failure
@@ -162,11 +164,11 @@ def refusal(launcher: LocalLauncher, plan: str, **sets: Any) -> str:
 
 
 def test_ranks_that_would_compute_with_each_others_layers_are_stopped_hg03(launcher: LocalLauncher) -> None:
-    assert "in different orders" in refusal(launcher, "dp=2,zero=3", kind="experts", length=2, batch=2)
+    assert "in different orders" in refusal(launcher, "dp=2,zero=3", True, kind="experts", length=2, batch=2)
 
 
 def test_a_gradient_in_parts_is_not_lost_in_silence_where_it_is_sharded(launcher: LocalLauncher) -> None:
-    assert "in several parts within one backward" in refusal(launcher, "dp=2,zero=3", kind="reentrant")
+    assert "in several parts within one backward" in refusal(launcher, "dp=2,zero=3", True, kind="reentrant")
 
 
 def test_a_part_of_the_model_in_a_closure_is_refused(launcher: LocalLauncher) -> None:
@@ -194,7 +196,9 @@ def test_a_new_worker_reaches_its_first_sharded_backward_at_once(launcher: Local
     assert min(seconds) < 0.3
 
 
-def test_zero_3_keeps_no_more_than_its_share(launcher: LocalLauncher) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_zero_3_keeps_no_more_than_its_share(launcher: LocalLauncher, apart: bool) -> None:
     sets = {"depth": 4, "width": 256, "heads": 4, "context": 32, "batch": 2}
-    for rank in run(launcher, "storages", 2, prepare="prepare", task=GPT, plan="dp=2,zero=3", sets=sets):
+    asked = {"task": GPT, "plan": "dp=2,zero=3", "sets": sets, "apart": apart}
+    for rank in run(launcher, "storages", 2, prepare="prepare", **asked):
         assert rank["bytes"] == pytest.approx(rank["whole"] / 2, rel=0.05)

@@ -203,20 +203,30 @@ def test_a_batch_smaller_than_the_world_just_works(newcomer: Newcomer) -> None:
     assert told.code == 0 and told.err == ""
 
 
-def test_a_parameter_read_outside_of_its_module_is_told_where_it_is_sharded_sh02(newcomer: Newcomer) -> None:
-    text = GOOD.replace(
-        "def model(width: int = 4):\n    return nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1))",
-        "class Own(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.parts = nn.ModuleList([nn.Linear(1, 8)])\n\n"
-        "    def forward(self, x):\n"
-        "        return nn.functional.linear(x, self.parts[0].weight).sum(1, True)\n\n\n"
-        "def model():\n    return Own()",
-    )
-    line = newcomer.trains(text, "dp=2,zero=3").line()
-    assert "reads a parameter without calling the module that it belongs to (task.py, line" in line
-    assert "use zero=0" in line
+OUTSIDE = GOOD.replace(
+    "def model(width: int = 4):\n    return nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1))",
+    "class Own(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.parts = nn.ModuleList([nn.Linear(1, 8)])\n\n"
+    "    def forward(self, x):\n"
+    "        return nn.functional.linear(x, self.parts[0].weight).sum(1, True)\n\n\n"
+    "def model():\n    return Own()",
+)
+
+
+@pytest.mark.parametrize(("batch", "place"), [("8", "(task.py, line"), ("4", "and so gets a shard")])
+def test_a_parameter_read_outside_of_its_module_is_told_where_it_is_sharded_sh02(
+    newcomer: Newcomer, batch: str, place: str
+) -> None:
+    """Of a single row torch makes shards again, which nothing minds before the loss is added up."""
+    line = newcomer.trains(OUTSIDE, "dp_replicate=2,dp_shard=2", batch=batch).line()
+    assert "reads a parameter without calling the module that it belongs to" in line
+    assert place in line and "use zero=0" in line
+
+
+def test_a_parameter_read_outside_of_its_module_is_there_whole_where_there_is_one_copy(newcomer: Newcomer) -> None:
+    assert newcomer.trains(OUTSIDE, "dp=2,zero=3").code == 0
 
 
 def test_a_programs_error_shows_the_users_frames_and_the_log_the_whole(newcomer: Newcomer) -> None:

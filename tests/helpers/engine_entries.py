@@ -23,6 +23,7 @@ from stretto.plan import Plan
 from stretto.state import Box
 from stretto.step import Onlooker, StepOutcome, Stepper
 from stretto.task import load_task
+from stretto.testing.conditions import separate_memory
 from stretto.training import form_group
 
 
@@ -76,6 +77,8 @@ def steps(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """Runs ``num_steps`` steps; ``veto``: {rank, step, times}. Returns outcomes, state and totals of evaluate."""
     task = load_task(payload["task"], payload.get("sets", {}))
     plan = Plan.parse(payload["plan"])
+    if payload.get("apart"):
+        separate_memory(context.rank)
     group = form_group(plan, context)
     dataset = task.data()["train"]
     on = assemble(task, plan, build_template(task), group)
@@ -194,9 +197,14 @@ def prepare(payload: dict[str, Any], report: Any) -> Any:
 
 
 def storages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """Bytes of parameters, gradients and optimizer state on this rank after a step, storages counted once."""
+    """Bytes of parameters, gradients and optimizer state on this rank after a step, storages counted once.
+
+    What all ranks share counts with this rank's part of it.
+    """
     task, template, dataset, _ = context.prepared
     plan = Plan.parse(payload["plan"])
+    if payload["apart"]:
+        separate_memory(context.rank)
     group = form_group(plan, context)
     on = assemble(task, plan, template, group)
     template.release()
@@ -215,9 +223,11 @@ def storages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
 
     stepper._observer = Count()
     stepper.step(next(_batches(task, len(dataset))))
-    for piece in (*on.applied.export_state(), *on.optimizer.export_state()):
-        storage = piece.data.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+    sharers = 1 if payload["apart"] else group.size
+    for parts, holders in ((on.applied.export_state(), sharers), (on.optimizer.export_state(), 1)):
+        for piece in parts:
+            storage = piece.data.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes() // holders
     whole = sum(spec.num_bytes for spec in template.specs.values())
     return {"bytes": sum(kept.values()), "whole": 4 * whole}
 

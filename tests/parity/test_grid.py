@@ -21,6 +21,9 @@ PLANS = (
 REFUSED: dict[str, dict[str, str]] = {
     "digits": {plan: "BatchNorm" for plan in PLANS if "microbatches" in plan},
 }
+# What FSDP2 cuts where workers can't share the weights' memory. Hybrid plans, which it always cuts, are in PLANS.
+SEPARATE = "stretto.testing.conditions:separate_memory"
+APART = tuple(plan for plan in PLANS if "zero=3" in plan)
 AT_LEAST = 150  # cells that must be accepted
 # (task, its optimizer: 0 or 1, plans): every task, every plan and both optimizers come; what is slow comes once.
 SAMPLE = (
@@ -38,6 +41,13 @@ SAMPLE = (
     ("multi", 0, ("dp=2,zero=3", "dp=2,zero=1")),
     ("multi", 1, ("dp=2,microbatches=3",)),
 )
+SAMPLE_APART = (
+    ("gpt", 1, ("dp=2,zero=3",)),
+    ("digits", 0, ("dp=2,zero=3",)),
+    ("ranking", 0, ("dp=2,zero=3",)),
+    ("lstm", 0, ("dp=2,zero=3,microbatches=3",)),
+    ("bert", 1, ("dp=3,zero=3",)),
+)
 
 
 @pytest.mark.parametrize(("name", "kind", "plans"), SAMPLE, ids=lambda value: str(value))
@@ -46,6 +56,14 @@ def test_a_sample_has_the_numbers_of_one_device(
 ) -> None:
     chosen = kinds(name)[kind]
     check(prove(launcher, name, plans, {"kind": chosen}), f"{name} {chosen}", figures, REFUSED.get(name))
+
+
+@pytest.mark.parametrize(("name", "kind", "plans"), SAMPLE_APART, ids=lambda value: str(value))
+def test_a_sample_has_the_numbers_of_one_device_where_no_memory_is_shared(
+    launcher: LocalLauncher, figures: Figures, name: str, kind: int, plans: tuple[str, ...]
+) -> None:
+    chosen = kinds(name)[kind]
+    check(prove(launcher, name, plans, {"kind": chosen}, SEPARATE), f"{name} {chosen} apart", figures)
 
 
 def test_the_sample_and_the_grid_are_as_wide_as_they_say() -> None:
@@ -66,3 +84,5 @@ def test_the_whole_grid_has_the_numbers_of_one_device(
 ) -> None:
     chosen = kinds(name)[kind]
     check(prove(launcher, name, PLANS, {"kind": chosen}), f"{name} {chosen}", figures, REFUSED.get(name))
+    refused = {plan: why for plan, why in REFUSED.get(name, {}).items() if plan in APART}
+    check(prove(launcher, name, APART, {"kind": chosen}, SEPARATE), f"{name} {chosen} apart", figures, refused)

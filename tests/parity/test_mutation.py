@@ -37,8 +37,10 @@ class Planted:
     name: str | None = None
     rank: int | None = None
     by: float | None = None
+    under: str | None = None  # a condition
 
 
+SEPARATE = "stretto.testing.conditions:separate_memory"
 PLANTED = (
     Planted(fault="dropped_reduction", plan="dp=2", step=1, what="gradient", says="their reduction is missing"),
     Planted(
@@ -47,6 +49,7 @@ PLANTED = (
         step=1,
         what="gradient",
         says="the shards are not the sum over ranks: their reduction is missing",
+        under=SEPARATE,
     ),
     Planted(
         fault="wrong_divisor",
@@ -124,6 +127,7 @@ PLANTED = (
         step=1,
         what="norm",
         says="every gradient is right, their norm is 0.5",
+        under=SEPARATE,
     ),
     Planted(
         fault="local_batch_statistics",
@@ -295,6 +299,7 @@ PLANTED = (
         what="norm",
         rank=0,
         says="its update is left out, but not so on rank(s) 0: all ranks must decide alike",
+        under=SEPARATE,
     ),
     Planted(
         fault="scale_halved_alone",
@@ -323,7 +328,7 @@ def test_a_planted_fault_is_caught_and_located(launcher: LocalLauncher, planted:
         [planted.plan],
         dict(planted.sets),
         launcher=launcher,
-        plant=f"{faults.__name__}:{planted.fault}",
+        plant=",".join(filter(None, (f"{faults.__name__}:{planted.fault}", planted.under))),
     )
     (plan,) = report.plans
     found = plan.first_divergence

@@ -13,7 +13,7 @@ from stretto.verify import verify
 from stretto.verify.run import preloads
 
 TASK = Path(__file__).resolve().parents[1] / "tasks" / "random_parts.py"
-NO_MEMORY = "stretto.testing.conditions:no_free_memory"
+CONDITIONS = ("no_free_memory", "separate_memory")
 SAMPLE = (3, 12, 18, 29, 33, 47)
 BATCHES_OF_SEEDS = 10
 
@@ -38,7 +38,7 @@ def plan_of(draw: Random) -> str:
 def prove(launcher: LocalLauncher, seed: int, num_plans: int) -> None:
     draw = Random(seed)
     plans = [plan_of(draw) for _ in range(num_plans)]
-    plant = NO_MEMORY if draw.random() < 0.4 else None
+    plant = ",".join(f"stretto.testing.conditions:{name}" for name in CONDITIONS if draw.random() < 0.4)
     precision, steps, bound = draw.choice([("fp64", 4, 1e-12)] * 3 + [("bf16", 1, 1e-5)])
     sets = {"seed": str(seed), "precision": precision}
     for report in verify(TASK, plans, sets, steps=steps, launcher=launcher, plant=plant).plans:

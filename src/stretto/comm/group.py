@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from stretto.comm.members import Broken, Members
 from stretto.comm.shm_group import BACKEND, SharedMemoryGroup, form_shared_memory_group
-from stretto.comm.shm_segment import Unavailable
+from stretto.comm.shm_memory import Unavailable
 from stretto.errors import LaunchError, PeerLost
 from stretto.mesh import Mesh
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from stretto.comm.shm_group import SharedMemoryGroup
+from stretto.comm.shm_memory import PAGE, SharedMemory, Unavailable
 from stretto.comm.shm_segment import Lost
 from stretto.errors import PeerLost
 
@@ -150,6 +152,22 @@ class Members:
         cells[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self.all_gather(cells)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+    def shared_memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory [num_bytes, uint8] that all members see alike, zero at first; it is freed with the last view of it.
+
+        Raises:
+            Unavailable: on every member alike, where they don't talk over shared memory or have not so much of it.
+        """
+        if not isinstance(self._group, SharedMemoryGroup):
+            raise Unavailable("the workers don't talk over shared memory")
+        with SharedMemory(PAGE + num_bytes) as memory:
+            offer = self.broadcast_json(memory.offer() if self.rank == 0 else None)
+            why = offer["why"] or memory.take(offer)
+            for rank, found in enumerate(self.gather_json(why)):
+                if found:
+                    raise Unavailable(f"rank {rank}: {found}")
+        return torch.frombuffer(memory.mapped, dtype=torch.uint8)[PAGE:]
 
     def barrier(self) -> None:
         """Returns when every member has come."""

@@ -11,20 +11,16 @@ So whoever sees the word sees the buffer. On other processors plain stores promi
 says no there. A futex closes the gap between looking at a word and falling asleep: the kernel compares the word again
 under its own lock, and the wake that follows each store takes the same lock.
 
-*Ends.* The memory has no name in any file system (memfd), so nothing is left behind by a kill, and a full /dev/shm
-doesn't matter. It is allotted at once, so there is no SIGBUS later. Who waits looks about ten times a second whether
-all members live.
+*Ends.* Who waits looks about ten times a second whether all members live.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import mmap
 import os
 import platform
-import secrets
 import sys
 import time
 from typing import Any, Final
@@ -32,10 +28,11 @@ from typing import Any, Final
 import torch
 from torch._C._distributed_c10d import Store
 
+from stretto.comm.shm_memory import PAGE, SharedMemory, Unavailable
+
 BUFFER_BYTES: Final = 1 << 20  # two of them and a page for each member; larger ones fall out of the caches
 
-_PAGE: Final = 4096
-_POSTED, _FAULT, _PID, _BORN, _TOKEN = (offset // 8 for offset in (0, 64, 128, 136, 144))  # words of a member's page
+_POSTED, _FAULT, _PID, _BORN = (offset // 8 for offset in (0, 64, 128, 136))  # words of a member's page
 _REASON, _REASON_BYTES = 512, 512
 _CALL, _CALL_BYTES = 1024, 256  # two, one for each buffer
 _LOST, _DIFFERS = 1, 2
@@ -45,10 +42,6 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _NAP_NANOSECONDS: Final = 20_000_000  # a break that comes just before a nap is seen after it
 _CHECK_SECONDS: Final = 0.1
 _SPINS: Final = 1000  # about 50 us
-
-
-class Unavailable(RuntimeError):
-    """The members can't share memory; raised on all of them alike, so that all may choose another way."""
 
 
 class Lost(RuntimeError):
@@ -123,12 +116,12 @@ class Segment:
 
     def post(self, call: bytes) -> None:
         """Makes the own buffer visible; ``call`` says what is done; :meth:`wait` compares it."""
-        at = self.rank * _PAGE + _CALL + (self.steps & 1) * _CALL_BYTES
+        at = self.rank * PAGE + _CALL + (self.steps & 1) * _CALL_BYTES
         self._memory[at : at + _CALL_BYTES] = call.ljust(_CALL_BYTES, b"\0")
         self.steps += 1
         self._words[self._word(self.rank, _POSTED)] = self.steps
         if self.size > 1:
-            self._futex.wake(self._address + self.rank * _PAGE)
+            self._futex.wake(self._address + self.rank * PAGE)
 
     def ready(self) -> bool:
         """Whether everyone has posted the step."""
@@ -157,11 +150,11 @@ class Segment:
                         f"rank {self.rank} waited {self._timeout:g} s in {call.decode()} for {missing}; "
                         "every rank must make the same calls in the same order"
                     )
-                self._futex.sleep(self._address + peer * _PAGE, seen & 0xFFFFFFFF)
+                self._futex.sleep(self._address + peer * PAGE, seen & 0xFFFFFFFF)
             self._compare(call, peer)  # before waiting for the next: it may wait for us in another call
 
     def _compare(self, call: bytes, peer: int) -> None:
-        at = peer * _PAGE + _CALL + ((self.steps - 1) & 1) * _CALL_BYTES
+        at = peer * PAGE + _CALL + ((self.steps - 1) & 1) * _CALL_BYTES
         if (theirs := self._memory[at : at + _CALL_BYTES].rstrip(b"\0")) != call:
             raise CallsDiffer(
                 f"rank {self.rank} is in {call.decode()}, but rank {peer} in {theirs.decode(errors='replace')}; "
@@ -173,11 +166,11 @@ class Segment:
         if self._left is not None:
             return
         self._left = why
-        at = self.rank * _PAGE + _REASON
+        at = self.rank * PAGE + _REASON
         self._memory[at : at + _REASON_BYTES] = str(why).encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         self._words[self._word(self.rank, _FAULT)] = _DIFFERS if isinstance(why, CallsDiffer) else _LOST
         for rank in range(self.size):
-            self._futex.wake(self._address + rank * _PAGE)
+            self._futex.wake(self._address + rank * PAGE)
 
     def check_open(self) -> None:
         """Raises what :meth:`leave` was told, if it was called."""
@@ -188,7 +181,7 @@ class Segment:
         """Raises where the step can't complete any more."""
         for peer in range(self.size):  # this member too, whose group may be broken by another thread
             if fault := self._words[self._word(peer, _FAULT)]:
-                at = peer * _PAGE + _REASON
+                at = peer * PAGE + _REASON
                 why = self._memory[at : at + _REASON_BYTES].rstrip(b"\0").decode(errors="replace")
                 self._raise_unless_ready(
                     CallsDiffer(why) if fault == _DIFFERS else Lost(f"in {call.decode()}: rank {peer} left: {why}")
@@ -212,7 +205,7 @@ class Segment:
         return born is not None and born == self._words[self._word(rank, _BORN)]
 
     def _word(self, rank: int, offset: int) -> int:
-        return rank * (_PAGE // 8) + offset
+        return rank * (PAGE // 8) + offset
 
 
 def form_segment(store: Store, rank: int, size: int, timeout_seconds: float) -> Segment:
@@ -222,27 +215,18 @@ def form_segment(store: Store, rank: int, size: int, timeout_seconds: float) -> 
         Unavailable: on every member alike, where one of them can't; it says which and why.
         Lost: a member did not come in time.
     """
-    token = secrets.randbits(64)
-    fd, segment = -1, None
-    try:
+    segment = None
+    with SharedMemory(_total_bytes(size)) as memory:
         answer: dict[str, Any] = {"why": available()}
         if not answer["why"] and rank == 0:
-            try:
-                fd = _make_memory(_total_bytes(size))
-                answer |= {"pid": os.getpid(), "fd": fd, "token": token}
-            except OSError as error:
-                answer["why"] = f"no memory to share ({_total_bytes(size) >> 20} MiB): {error}"
+            answer = memory.offer()
         offer = answer if rank == 0 else json.loads(_read(store, 0, rank, timeout_seconds))
         if not answer["why"] and not offer["why"]:
-            try:
-                segment = Segment(_map(offer, rank, size), rank, size, timeout_seconds)
-            except OSError as error:
-                answer["why"] = f"can't map the memory of rank 0: {error}"
+            answer["why"] = memory.take(offer)
+            if not answer["why"]:  # before the others hear of it: from then on they look whether this member lives
+                segment = Segment(memory.mapped, rank, size, timeout_seconds)
         store.set(f"member-{rank}", json.dumps(answer))
         answers = [json.loads(_read(store, peer, rank, timeout_seconds)) for peer in range(size)]
-    finally:
-        if fd >= 0:
-            os.close(fd)
     for peer, found in enumerate(answers):
         if found["why"]:
             raise Unavailable(f"rank {peer}: {found['why']}")
@@ -251,40 +235,12 @@ def form_segment(store: Store, rank: int, size: int, timeout_seconds: float) -> 
 
 
 def _total_bytes(size: int) -> int:
-    return size * (_PAGE + 2 * BUFFER_BYTES)
+    return size * (PAGE + 2 * BUFFER_BYTES)
 
 
 def _buffer(cells: torch.Tensor, size: int, owner: int, parity: int) -> torch.Tensor:
-    start = size * _PAGE + (2 * owner + parity) * BUFFER_BYTES
+    start = size * PAGE + (2 * owner + parity) * BUFFER_BYTES
     return cells[start : start + BUFFER_BYTES]
-
-
-def _make_memory(num_bytes: int) -> int:
-    fd = os.memfd_create("stretto", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _map(offer: dict[str, Any], rank: int, size: int) -> mmap.mmap:
-    """Maps the memory that rank 0 offers: through /proc, so that it needs no name."""
-    total = _total_bytes(size)
-    fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if os.fstat(fd).st_size != total:
-            raise OSError(errno.ESTALE, "another process has its number")
-        memory = mmap.mmap(fd, total)
-    finally:
-        os.close(fd)
-    token = memoryview(memory).cast("Q")
-    if rank == 0:
-        token[_TOKEN] = offer["token"]
-    elif token[_TOKEN] != offer["token"]:
-        raise OSError(errno.ESTALE, "another process has its number")
-    return memory
 
 
 def _read(store: Store, peer: int, rank: int, timeout_seconds: float) -> bytes:

@@ -14,9 +14,13 @@ def rss_bytes() -> int:
     return _status("VmRSS:")
 
 
-def peak_rss_bytes() -> int:
-    """The most resident memory this process ever had; 0 where the system doesn't tell."""
-    return _status("VmHWM:")
+def peak_rss_bytes(sharers: int = 1) -> int:
+    """The most resident memory this process ever had; 0 where the system doesn't tell.
+
+    Args:
+        sharers: how many processes have this one's shared memory between them; each answers for its part of it.
+    """
+    return _status("VmHWM:") - _status("RssShmem:") * (sharers - 1) // sharers
 
 
 def _status(field: str) -> int:

@@ -42,7 +42,7 @@ class Manner:
     Args:
         compute: the type of the copies that forward uses in place of float32 parameters; float32: the parameters.
         whole_tensors: the optimizer looks at whole tensors, so each has one owner who updates all of it.
-        reduce_once: gradients of several microbatches are added up whole on each rank and reduced once a step;
+        reduce_once: gradients of several microbatches may be added up whole on each rank and reduced once a step;
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
     """
 
@@ -94,6 +94,7 @@ class Applied(Protocol):
 
     module: nn.Module
     ranks: Ranks
+    reduces_once: bool  # whether gradients wait, whole, for the last microbatch, as :class:`Manner` asks if it can be
 
     @property
     def places(self) -> Mapping[str, Place]:

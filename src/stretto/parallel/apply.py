@@ -9,6 +9,7 @@ from typing import Final
 from torch import nn
 
 from stretto.comm.group import Group
+from stretto.comm.shm_memory import Unavailable
 from stretto.errors import Refused
 from stretto.parallel._base import Applied, Manner, Ranks
 from stretto.parallel.batchnorm import batch_norms
@@ -30,7 +31,13 @@ def _dealt(template: Template, ranks: Ranks, manner: Manner) -> Applied:
 
 def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
     from stretto.parallel.sharded import Sharded
+    from stretto.parallel.whole import Whole
 
+    if ranks.replicas.size == 1:
+        try:
+            return Whole(template, ranks, manner, dealt=True, one_copy=True)
+        except Unavailable:  # on all ranks alike: several hosts, an accelerator, no memory to share
+            pass
     return Sharded(template, ranks, manner)
 
 

@@ -59,10 +59,7 @@ def copy_down(places: Iterable[Place]) -> None:
             place.compute[place.box.within(Box.whole(place.spec.shape))].copy_(place.local)
 
 
-def lay_flat(parameters: Mapping[str, nn.Parameter], offsets: Mapping[str, int], numel: int) -> torch.Tensor:
-    """New flat memory of ``numel`` elements that ``parameters`` are made views of, each at its offset."""
-    first = next(iter(parameters.values()))
-    flat = torch.empty(numel, dtype=first.dtype, device=first.device)
+def lay_flat(parameters: Mapping[str, nn.Parameter], offsets: Mapping[str, int], flat: torch.Tensor) -> None:
+    """Makes ``parameters`` views of ``flat`` memory, each at its offset; what they held is let go."""
     for name, parameter in parameters.items():
         parameter.data = flat[offsets[name] : offsets[name] + parameter.numel()].view(parameter.shape)
-    return flat

@@ -1,5 +1,6 @@
 """zero=3: parameters, gradients and optimizer state sharded over the group, by FSDP2 (ZeRO, arXiv 1910.02054, 5.3).
 
+It is for ranks that share no memory: those of one host hold one copy of the weights instead (:mod:`.whole`).
 FSDP2 is asked for plain sums (a divide factor of 1): the engine divides once, by the global weight. It cuts parameters
 of one type; those of another, without dimensions or elements, or with sparse gradients stay whole on each rank, and
 their gradients are left to the sync rule. With fewer shards than ranks (hybrid) the sync rule also adds over the
@@ -38,6 +39,8 @@ class Sharded:
 
     def __init__(self, template: Template, ranks: Ranks, manner: Manner) -> None:
         self.ranks, self._manner = ranks, manner
+        # FSDP2 can't keep those of copies that only some microbatches use
+        self.reduces_once = manner.reduce_once and manner.compute == torch.float32
         kept_whole = _kept_whole(template)
         types = {name: dtype for name, dtype in narrowed(template, manner.compute).items() if name in kept_whole}
         self.module = template.build(ranks.world.device, types)
@@ -106,7 +109,7 @@ class Sharded:
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; where gradients are reduced once, they stay unsharded until the last microbatch."""
-        self._root.set_requires_gradient_sync(last or not self._manner.reduce_once)
+        self._root.set_requires_gradient_sync(last or not self.reduces_once)
         self._root.set_is_last_backward(last)
         self._watch.counting = not ghost
         self._watch.fired.clear()

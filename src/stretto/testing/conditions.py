@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 
 def no_free_memory(rank: int) -> None:
     """Gradients of several microbatches don't fit whole, so they are sent after each microbatch."""
     from stretto import assemble
 
     vars(assemble)["free_bytes"] = lambda device: 0
+
+
+def slow_rank(rank: int) -> None:
+    """Rank 1 comes late to each vote and to each update, so that the others get as far ahead of it as they can."""
+    from stretto.parallel import BoundOptimizer
+    from stretto.step import Stepper
+
+    if rank != 1:
+        return
+    for owner, name in ((Stepper, "_vote"), (BoundOptimizer, "step")):
+        setattr(owner, name, _late(getattr(owner, name)))
+
+
+def _late(call: Callable[..., Any]) -> Callable[..., Any]:
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return call(*arguments)
+
+    return late
+
+
+def separate_memory(rank: int) -> None:
+    """No memory for the weights can be shared, as between hosts, so that FSDP2 cuts what ``zero=3`` cuts."""
+    from stretto.comm import members, shm_memory
+
+    def refuse(self: object, num_bytes: int) -> None:
+        raise shm_memory.Unavailable("a planted condition")
+
+    members.Members.shared_memory = refuse  # type: ignore[assignment, method-assign]

@@ -43,7 +43,7 @@ def verify(
         steps: steps to take, at most the recipe's.
         launcher: starts the workers; without one, one is made for this call. Its ``preload`` is best
             :func:`preloads`.
-        plant: ``module:function``, a fault to plant in each of the plans' workers.
+        plant: ``module:function``, a fault to plant in each of the plans' workers; several with commas between them.
         on_plan: called with each plan's report, in order, as soon as it is known.
 
     Raises:

@@ -47,13 +47,13 @@ def prepare(payload: Payload, report: Callable[[Payload], None]) -> Prepared:
 def work(payload: Payload, context: WorkerContext) -> Payload:
     """A worker's entry. Returns ``{"facts": ...}``, or ``{"refused": why}`` where the plan is refused on the spot.
 
-    ``payload["plant"]`` may name a function ``module:function`` that is called with the rank first: a fault to be
-    found, planted in this process only.
+    ``payload["plant"]`` may name functions ``module:function``, with commas between them, that are called with the rank
+    first: faults to be found, planted in this process only.
     """
     plan = Plan.parse(payload["plan"])
     context.coordinates = plan.mesh.describe(context.rank)
-    if payload["plant"] is not None:
-        resolve(payload["plant"])(context.rank)
+    for planted in filter(None, (payload["plant"] or "").split(",")):
+        resolve(planted)(context.rank)
     try:
         return {"facts": _train(plan, payload, context).to_json()}
     except PlanError as error:
