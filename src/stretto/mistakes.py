@@ -50,7 +50,7 @@ def in_one_line(error: Exception, function: str, arguments: tuple[Any, ...], giv
 
 @contextmanager
 def whole_parameters_only() -> Iterator[None]:
-    """Surrounds forward, loss or backward. Torch's word on a parameter that lies there in shards is about its own types.
+    """Surrounds forward, loss or backward. Of a parameter that lies there in shards torch speaks in its own types.
 
     Raises:
         Refused: the model reads a parameter outside of the module that it belongs to.
