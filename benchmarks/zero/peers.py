@@ -25,7 +25,31 @@ from torch.nn.parallel import DistributedDataParallel
 from stretto.task import Params
 
 
-class ShardedOptimizer:
+class _Torch:
+    """What both peers of torch's own do after forward."""
+
+    model: nn.Module
+    _clip: float | None
+    _optimizer: Any
+    _schedule: Any
+
+    def backward(self, loss: Tensor) -> None:
+        """See :class:`Peer`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self, last: bool) -> None:
+        """See :class:`Peer`."""
+        if not last:
+            return
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._schedule is not None:
+            self._schedule.step()
+
+
+class ShardedOptimizer(_Torch):
     """Stage 1 by torch alone: DistributedDataParallel and ZeroRedundancyOptimizer.
 
     Gradients lie in DDP's buckets and parameters in the optimizer's, so that nothing is copied for a message. Its
@@ -51,23 +75,8 @@ class ShardedOptimizer:
         """See :class:`Peer`."""
         return nullcontext() if last else self.model.no_sync()
 
-    def backward(self, loss: Tensor) -> None:
-        """See :class:`Peer`."""
-        loss.backward()  # type: ignore[no-untyped-call]
 
-    def update(self, last: bool) -> None:
-        """See :class:`Peer`."""
-        if not last:
-            return
-        if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._schedule is not None:
-            self._schedule.step()
-
-
-class FSDP2:
+class FSDP2(_Torch):
     """Stages 2 and 3 by torch alone: ``fully_shard`` on each block and on the root, as its tutorial has it.
 
     At stage 2 the weights stay whole from their first gather in a step to the end of its last backward.
@@ -93,21 +102,6 @@ class FSDP2:
         if self._stage == 2:
             self._module.set_reshard_after_backward(last)
         yield
-
-    def backward(self, loss: Tensor) -> None:
-        """See :class:`Peer`."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def update(self, last: bool) -> None:
-        """See :class:`Peer`."""
-        if not last:
-            return
-        if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._schedule is not None:
-            self._schedule.step()
 
 
 class Accelerate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -129,7 +130,8 @@ def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool
     if plan.zero < 2 or plan.microbatches == 1:
         return plan.zero < 2, ""
     whole = sum(spec.num_bytes for name, spec in template.specs.items() if template.trainable[name])
-    free = -group.maximum(-float(free_bytes(group.device) / group.size))
+    here = free_bytes(group.device)
+    free = -group.maximum(-(math.inf if here is None else here / group.size))
     fits = whole <= free * FREE_SHARE
     return fits, "" if fits else f"whole ones need {whole / 1e6:,.0f} MB, a worker has {free / 1e6:,.0f} MB free"
 

@@ -26,6 +26,7 @@ from torch import nn
 from stretto.assemble import load_data
 from stretto.errors import ProbeFailed, Refused, TaskError, one_line
 from stretto.launch.process import Child, fork, pass_death_to_forks
+from stretto.observe import free_bytes
 from stretto.plan import Plan
 from stretto.probes import Findings, optimizer_reach, refusal, split_probe
 from stretto.probes.bench import UsersError, runs_in_its_own_types
@@ -234,18 +235,10 @@ def _too_large(model: nn.Module) -> str:
     """Why there is no room for the model in float64, or nothing."""
     tensors = (*model.parameters(), *model.buffers())
     needed = BYTES_PER_ELEMENT * sum(tensor.numel() for tensor in tensors)
-    free = _available_bytes()
+    free = free_bytes()
     if free is None or needed <= free:
         return ""
     return (
         f"the split probe was left out: in float64 the model needs about {needed / 2**30:.1f} GiB, "
         f"and {free / 2**30:.1f} GiB are free"
     )
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

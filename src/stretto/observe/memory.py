@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import torch
 
+_STATUS: Final = "/proc/self/status"
+
 
 def rss_bytes() -> int:
     """Resident memory now; 0 where the system doesn't tell."""
-    return _status("VmRSS:")
+    return _field(_STATUS, "VmRSS:") or 0
 
 
 def peak_rss_bytes(sharers: int = 1) -> int:
@@ -20,22 +22,24 @@ def peak_rss_bytes(sharers: int = 1) -> int:
     Args:
         sharers: how many processes have this one's shared memory between them; each answers for its part of it.
     """
-    return _status("VmHWM:") - _status("RssShmem:") * (sharers - 1) // sharers
+    shared = _field(_STATUS, "RssShmem:") or 0
+    return (_field(_STATUS, "VmHWM:") or 0) - shared * (sharers - 1) // sharers
 
 
-def _status(field: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on ``device``: of an accelerator its own, of the CPU what the kernel calls available."""
-    if device.type == "cuda":
+def free_bytes(device: torch.device | None = None) -> int | None:
+    """Memory that is free on ``device``: of an accelerator its own, of the CPU (the default) what the kernel calls
+    available; None where the system doesn't tell."""
+    if device is not None and device.type == "cuda":
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    return _field("/proc/meminfo", "MemAvailable:")
+
+
+def _field(path: str, name: str) -> int | None:
+    """One of the kernel's figures in kB, as bytes."""
+    try:
+        lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)

@@ -9,8 +9,48 @@ from torch import nn
 
 from stretto.comm.group import Group
 from stretto.errors import TaskError
-from stretto.parallel._base import Place
+from stretto.parallel._base import Place, Ranks
+from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
+
+
+class Placed:
+    """What every layout does with its places; see :class:`Applied`.
+
+    ``_stale``: the parameters have changed since forward last used them.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.module, self.ranks = module, ranks
+        self._norm = GlobalBatchNorm(module, ranks.world)
+        self._places: dict[str, Place] = {}
+        self._stale = True
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """See :class:`Applied`."""
+        return self._places
+
+    def updated(self) -> None:
+        """See :class:`Applied`."""
+        self._stale = True
+
+    def export_state(self) -> Iterator[Slice]:
+        """See :class:`Applied`."""
+        yield from export_places(self._places)
+        yield from buffer_slices(self.module, self.ranks.world)
+
+    def import_state(self, source: StateSource) -> None:
+        """See :class:`Applied`."""
+        import_places(self._places, source)
+        import_buffers(self.module, source)
+        self._stale = True
+
+    def teardown(self) -> None:
+        """See :class:`Applied`."""
+        self._norm.remove()
+        self._places = {}
+        del self.module
 
 
 def model_spec(spec: TensorSpec) -> TensorSpec:

@@ -26,25 +26,23 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import Refused
 from stretto.parallel._base import Manner, Place, Ranks
-from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, whole_place
-from stretto.parallel.layout import buffer_slices, check_frozen, export_places, import_buffers, import_places
+from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
-from stretto.state import Slice, StateSource, TensorSpec, assign_owners
+from stretto.state import TensorSpec, assign_owners
 from stretto.state.shares import cut_rows
 
 
-class Sharded:
+class Sharded(Placed):
     """The template with every parameter's first dimension dealt over the ranks that cut it."""
 
     def __init__(self, template: Template, ranks: Ranks, manner: Manner) -> None:
-        self.ranks, self._manner = ranks, manner
+        self._manner = manner
         # FSDP2 can't keep those of copies that only some microbatches use
         self.reduces_once = manner.reduce_once and manner.compute == torch.float32
         kept_whole = _kept_whole(template)
         types = {name: dtype for name, dtype in narrowed(template, manner.compute).items() if name in kept_whole}
-        self.module = template.build(ranks.world.device, types)
-        self._norm = GlobalBatchNorm(self.module, ranks.world)
+        super().__init__(template.build(ranks.world.device, types), ranks)
         whole = {parameter for name, parameter in self.module.named_parameters() if name in kept_whole}
         self._root = self._shard(whole)
         self._watch = _Watch(self.module)
@@ -59,7 +57,6 @@ class Sharded:
             for name, spec in template.specs.items()
         }
         self._frozen = {name: parameters[name] for name in owners if not template.trainable[name]}
-        self._stale = True
 
     def _shard(self, whole: set[nn.Parameter]) -> FSDPModule:
         device = self.ranks.world.device.type
@@ -87,11 +84,6 @@ class Sharded:
         return Place(spec, box, mine, cast(nn.Parameter, parameter), owner=owner, summed=True)
 
     @property
-    def places(self) -> Mapping[str, Place]:
-        """See :class:`Applied`."""
-        return self._places
-
-    @property
     def communicates(self) -> bool:
         """See :class:`Applied`."""
         return True
@@ -101,10 +93,6 @@ class Sharded:
         if self._stale:
             copy_down(self._places.values())
             self._stale = False
-
-    def updated(self) -> None:
-        """See :class:`Applied`."""
-        self._stale = True
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
@@ -139,24 +127,11 @@ class Sharded:
         for sharded in self._dtensors.values():
             sharded.grad = None
 
-    def export_state(self) -> Iterator[Slice]:
-        """See :class:`Applied`."""
-        yield from export_places(self._places)
-        yield from buffer_slices(self.module, self.ranks.world)
-
-    def import_state(self, source: StateSource) -> None:
-        """See :class:`Applied`."""
-        import_places(self._places, source)
-        import_buffers(self.module, source)
-        self._stale = True
-
     def teardown(self) -> None:
         """See :class:`Applied`."""
-        self._norm.remove()
-        self._places, self._frozen = {}, {}
-        self._dtensors = {}
+        super().teardown()
+        self._frozen, self._dtensors = {}, {}
         del self._root
-        del self.module
 
 
 _MARKS: Final = 1_048_573  # a prime below 2**20

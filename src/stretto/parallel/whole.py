@@ -19,17 +19,16 @@ from typing import Final
 import torch
 
 from stretto.parallel._base import Manner, Place, Ranks
-from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down, dealt_place, lay_flat, narrowed, sparse_parameters, whole_place
-from stretto.parallel.layout import buffer_slices, check_frozen, export_places, import_buffers, import_places
+from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
-from stretto.state import Bucket, Shares, Slice, StateSource, assign_owners, deal, pack
+from stretto.state import Bucket, Shares, assign_owners, deal, pack
 
 GATHER_BYTES: Final = 32 * 2**20
 _ALIGNED: Final = 64  # bytes
 
 
-class Whole:
+class Whole(Placed):
     """A replica of the template on each rank.
 
     Args:
@@ -41,10 +40,8 @@ class Whole:
     """
 
     def __init__(self, template: Template, ranks: Ranks, manner: Manner, dealt: bool, one_copy: bool = False) -> None:
-        self.ranks = ranks
+        super().__init__(template.build(ranks.world.device, narrowed(template, manner.compute)), ranks)
         self.reduces_once = manner.reduce_once
-        self.module = template.build(ranks.world.device, narrowed(template, manner.compute))
-        self._norm = GlobalBatchNorm(self.module, ranks.world)
         self._sparse = sparse_parameters(self.module)
         shares: dict[str, Shares] = {}
         if dealt:
@@ -56,7 +53,6 @@ class Whole:
         self._flats = self._lay_flat(template, shares)
         self._places = self._settle(template, shares)
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
-        self._stale = True
 
     def _lay_flat(self, template: Template, shares: Mapping[str, Shares]) -> list[tuple[Bucket, torch.Tensor]]:
         """Moves the dealt parameters into flat memory, so that one call brings many of them, without a copy."""
@@ -91,11 +87,6 @@ class Whole:
         return found
 
     @property
-    def places(self) -> Mapping[str, Place]:
-        """See :class:`Applied`."""
-        return self._places
-
-    @property
     def communicates(self) -> bool:
         """See :class:`Applied`; only a BatchNorm does."""
         return self._norm.active
@@ -111,10 +102,6 @@ class Whole:
             assert bucket.sizes is not None
             self.ranks.world.gather_parts(flat, bucket.sizes)
         self._stale = False
-
-    def updated(self) -> None:
-        """See :class:`Applied`."""
-        self._stale = True
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
@@ -139,20 +126,7 @@ class Whole:
     def clear_gradients(self) -> None:
         """See :class:`Applied`; the sync rule holds these gradients."""
 
-    def export_state(self) -> Iterator[Slice]:
-        """See :class:`Applied`."""
-        yield from export_places(self._places)
-        yield from buffer_slices(self.module, self.ranks.world)
-
-    def import_state(self, source: StateSource) -> None:
-        """See :class:`Applied`."""
-        import_places(self._places, source)
-        import_buffers(self.module, source)
-        self._stale = True
-
     def teardown(self) -> None:
         """See :class:`Applied`."""
-        self._norm.remove()
-        self._places, self._frozen = {}, {}
-        self._flats = []
-        del self.module
+        super().teardown()
+        self._frozen, self._flats = {}, []

@@ -63,11 +63,6 @@ def optimizer_reach(factory: Factory) -> Reach:
         torch.set_rng_state(before)
 
 
-def optimizer_cut_error(factory: Factory) -> float:
-    """The error of :func:`optimizer_reach`: 0 for an optimizer that works element by element."""
-    return optimizer_reach(factory).error
-
-
 class _Trial(NamedTuple):
     """A parameter's first value and its gradients, of one shape."""
 

@@ -71,32 +71,43 @@ class GradientBucket(ABC):
 class Kept(GradientBucket):
     """The whole bucket stays in memory, so that several microbatches are added up and sent once.
 
-    A parameter's ``grad`` is a view into it, so nothing is copied; gradients of a lower precision are added to it.
+    A parameter's first gradient in a step is copied into it, and ``grad`` becomes a view of it, which autograd adds the
+    others to. (Zeroes to begin with, and adding to them, would cost twice the traffic.) Gradients of a lower precision
+    are added by hand.
     """
 
     def __init__(self, bucket: Bucket, parts: Mapping[str, Part], members: Members) -> None:
         super().__init__(bucket, parts, members)
-        self._flat = torch.zeros(bucket.numel, dtype=self._dtype, device=self._device)
+        self._flat = torch.empty(bucket.numel, dtype=self._dtype, device=self._device)
         self.own = self._flat[self._part]
         self._views = {name: self._whole(self._flat, name) for name in self.names}
+        self._missing = set(self.names)
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
         """See :class:`GradientBucket`."""
-        self._flat.zero_()
         self._work = None
-        for name, part in self._parts.items():
-            part.compute.grad = self._views[name] if part.compute.dtype == self._dtype else None
+        self._missing = set(self.names)
+        for part in self._parts.values():
+            part.compute.grad = None
 
     def arrived(self, name: str) -> None:
         """See :class:`GradientBucket`."""
-        compute = self._parts[name].compute
-        if compute.dtype != self._dtype and compute.grad is not None:
-            self._views[name].add_(compute.grad)
+        compute, view = self._parts[name].compute, self._views[name]
+        if compute.grad is None or compute.grad is view:
+            return
+        if compute.dtype == self._dtype:
+            view.copy_(compute.grad)
+            compute.grad = view
+        else:
+            view.copy_(compute.grad) if name in self._missing else view.add_(compute.grad)
             compute.grad = None
+        self._missing.discard(name)
 
     def send(self) -> None:
         """See :class:`GradientBucket`; once a step."""
+        for name in self._missing:
+            self._views[name].zero_()
         self._work = self._reduce(self._flat)
 
     def settle(self) -> None:
