@@ -9,11 +9,11 @@ import torch
 
 from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
-from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_feeders, seed_everything
+from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_feeders, seed_everything, to_device
 from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.machinery import Machinery
 from stretto.observe import free_bytes
-from stretto.parallel import BoundOptimizer, Manner, Template, apply
+from stretto.parallel import BoundOptimizer, Call, Manner, Template, apply
 from stretto.plan import Plan
 from stretto.precision import COMPUTE, cast_model, retyped
 from stretto.probes import Findings, optimizer_reach, refusal
@@ -98,17 +98,20 @@ def assemble(
     group: Group,
     source: StateSource | None = None,
     forced: bool = False,
+    dataset: Any = None,
 ) -> Machinery:
     """Lays the template out over ``group`` and fills it from ``source`` (default: the template's first values).
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
+    ``dataset`` gives samples for an example, where the plan wants the model traced; by default the task's own.
     ``forced``: the user trains on knowing that the plan changes the numbers.
     """
     whole_tensors = needs_whole_tensors(task, plan, forced)
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, why = _may_reduce_once(template, plan, group)
-    manner = Manner(compute if narrow else torch.float32, whole_tensors, once)
+    example = _example(task, plan, template, dataset) if plan.tp > 1 else None
+    manner = Manner(compute if narrow else torch.float32, whole_tensors, once, example)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)
@@ -120,6 +123,20 @@ def assemble(
         schedule=task.schedule(optimizer.optimizer),
         note=_said(plan, once, applied.reduces_once, why),
     )
+
+
+def _example(task: Task, plan: Plan, template: Template, dataset: Any) -> Call:
+    """A call of the model with as many samples as a rank mostly has."""
+    data = load_data(task)["train"] if dataset is None else dataset
+    count = max(1, min(task.recipe.batch // (plan.dp * plan.microbatches), len(data)))
+    before = Generators.remember()
+    try:
+        samples = task.collate([data[index] for index in range(count)])
+        arguments, keywords = task.inputs(samples, template.structure.forward)
+    finally:
+        before.restore()
+    dtype = COMPUTE[task.recipe.precision]
+    return to_device(arguments, torch.device("cpu"), dtype), to_device(keywords, torch.device("cpu"), dtype)
 
 
 def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stretto.comm.group import Group
+from stretto.comm.members import Members
 from stretto.data import Feeder, Generators, Piece, cut, derive_seed, to_device
 from stretto.errors import TaskError
 from stretto.machinery import Machinery, forward
@@ -55,7 +55,7 @@ def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str,
     recipe = task.recipe
     if not len(feeder):
         raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
-    cutting = (len(feeder), recipe.eval_batch or recipe.batch, plan.dp, on.group.rank)
+    cutting = (len(feeder), recipe.eval_batch or recipe.batch, plan.dp, on.data.rank)
     feeder.expect((piece.ids, "evaluate") for piece in _pieces(*cutting))
     table = _Table()
     terms: dict[str, None] = {}
@@ -71,7 +71,7 @@ def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str,
                 found: dict[str, Metric] = {} if piece.ghost else {**losses, **task.metrics(output, samples)}
             for name, metric in found.items():
                 table.add(name, metric, piece.ids)
-    totals = table.of_all_ranks(on.group, len(feeder))
+    totals = table.of_all_ranks(on.data, len(feeder))
     return totals if "loss" in terms else {"loss": _sum_of_means([totals[name] for name in terms]), **totals}
 
 
@@ -113,7 +113,7 @@ class _Table:
         flat = torch.cat([part.detach().double().flatten().cpu() for part in metric])
         self._pairs[name] = self._pairs[name] + flat if name in self._pairs else flat
 
-    def of_all_ranks(self, group: Group, length: int) -> dict[str, Total]:
+    def of_all_ranks(self, group: Members, length: int) -> dict[str, Total]:
         """The totals over all ranks. Every rank must call it."""
         forms: dict[str, Form] = {}
         counts: dict[str, int] = {}
@@ -134,7 +134,7 @@ class _Table:
             for name, form in forms.items()
         }
 
-    def _added(self, group: Group, forms: dict[str, Form]) -> dict[str, Total]:
+    def _added(self, group: Members, forms: dict[str, Form]) -> dict[str, Total]:
         """All pairs, by one all-reduce."""
         shapes = {name: [torch.Size(shape) for shape in form[1:]] for name, form in forms.items()}
         sizes = {name: [shape.numel() for shape in pair] for name, pair in shapes.items()}
@@ -148,7 +148,7 @@ class _Table:
             found[name] = above if above.ndim else float(above), below if below.ndim else float(below)
         return found
 
-    def _gathered(self, group: Group, name: str, form: Form, length: int) -> torch.Tensor:
+    def _gathered(self, group: Members, name: str, form: Form, length: int) -> torch.Tensor:
         """The rows of all ranks at their samples' places: each adds its own to zeros, which changes no number."""
         whole = torch.zeros([length, *form[1]], dtype=getattr(torch, form[2]))
         for ids, rows in self._rows.get(name, ()):

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.comm.group import Group
+from stretto.comm.members import Members
 from stretto.data import seed_everything, to_device
 from stretto.mistakes import whole_parameters_only
 from stretto.parallel import Applied, BoundOptimizer
@@ -30,6 +31,11 @@ class Machinery:
     optimizer: BoundOptimizer
     schedule: LRScheduler | None
     note: str = ""
+
+    @property
+    def data(self) -> Members:
+        """The ranks that share the global batch, each with samples of its own."""
+        return self.applied.ranks.world
 
 
 def forward(task: Task, on: Machinery, samples: Any, seed: int) -> Any:

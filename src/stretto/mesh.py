@@ -30,12 +30,12 @@ class Mesh:
             rank, found[axis] = divmod(rank, degree)
         return {axis: found[axis] for axis, _ in self.axes}
 
-    def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ on ``axis`` alone, in its order: one tuple for each place on the other axes."""
+    def lines(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ on ``axes`` alone, in their order: one tuple for each place on the other axes."""
         found: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in range(self.size):
             place = self.coordinates(rank)
-            found.setdefault(tuple(sorted((key, at) for key, at in place.items() if key != axis)), []).append(rank)
+            found.setdefault(tuple(sorted((key, at) for key, at in place.items() if key not in axes)), []).append(rank)
         return tuple(tuple(line) for line in found.values())
 
     def describe(self, rank: int) -> str:

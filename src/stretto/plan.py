@@ -9,7 +9,7 @@ from typing import Final
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = ("tp", "pp", "cp", "ep", "branch", "schedule", "recompute", "offload")
+LATER_KEYS: Final = ("pp", "cp", "ep", "branch", "schedule", "recompute", "offload")
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
 
@@ -25,6 +25,7 @@ class Plan:
         dp_shard: ranks that cut one copy of the weights between them, a divisor of ``dp``; with ``zero=3``. By default
             all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
             sharding, arXiv 2304.11277, section 3.2.2).
+        tp: ranks that cut the model's layers between them and share each sample (tensor parallelism, arXiv 1909.08053).
         loaders: processes of each rank that fetch and collate samples ahead of it; 0: the rank does so itself. Plans
             that differ in nothing else are equal.
     """
@@ -33,14 +34,19 @@ class Plan:
     zero: int = 0
     microbatches: int = 1
     dp_shard: int = 0
+    tp: int = 1
     loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
         """Raises PlanError for a value that means nothing."""
-        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1), ("dp_shard", 0), ("loaders", 0)):
+        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1), ("dp_shard", 0), ("tp", 1), ("loaders", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
+        if self.tp > 1 and self.zero:
+            raise Refused(
+                f"plan: tp={self.tp} with zero={self.zero} is planned but not built yet; leave one of them out"
+            )
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero}")
         if self.zero != 3 and self.dp_shard > 1:
@@ -62,7 +68,7 @@ class Plan:
                 or a world size other than ``workers``.
         """
         given: dict[str, int] = {}
-        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "loaders")
+        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "loaders")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -76,7 +82,7 @@ class Plan:
             given[key] = int(value)
         _read_axes(given, workers)
         if workers is not None and "dp" not in given:
-            given["dp"] = workers
+            given["dp"] = max(1, workers // max(1, given.get("tp", 1)))
         plan = cls(**given)
         plan.check_workers(workers)
         return plan
@@ -91,14 +97,16 @@ class Plan:
 
     def on(self, workers: int) -> Plan:
         """The same way of training on another number of workers; copies of the weights stay cut alike if they can."""
+        tp = self.tp if workers % self.tp == 0 else 1
+        dp = workers // tp
         hybrid = 1 < self.dp_shard < self.dp
-        keeps = hybrid and workers % self.dp_shard == 0
-        return dataclasses.replace(self, dp=workers, dp_shard=self.dp_shard if keeps else 0)
+        keeps = hybrid and dp % self.dp_shard == 0
+        return dataclasses.replace(self, dp=dp, tp=tp, dp_shard=self.dp_shard if keeps else 0)
 
     @property
     def world_size(self) -> int:
         """Ranks that this plan needs."""
-        return self.dp
+        return self.dp * self.tp
 
     @property
     def dp_replicate(self) -> int:
@@ -108,12 +116,13 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The device mesh, outermost axis first."""
-        return Mesh((("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard)))
+        return Mesh((("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard), ("tp", self.tp)))
 
     def __str__(self) -> str:
         hybrid = 1 < self.dp_shard < self.dp
         parts = [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"] if hybrid else [f"dp={self.dp}"]
         parts += [f"zero={self.zero}"] if self.zero and not hybrid else []
+        parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
         parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)

@@ -161,7 +161,7 @@ class Run:
                 self.save()
 
     def _cut(self, batch: BatchHandle) -> tuple[Piece, ...]:
-        return cut(batch.ids, self.plan.dp, self.plan.microbatches, self._group.rank)
+        return cut(batch.ids, self.plan.dp, self.plan.microbatches, self._on.data.rank)
 
     def _last_step(self) -> int:
         return min(self.recipe.steps, self._options.stop_after or self.recipe.steps)
@@ -207,7 +207,8 @@ class Run:
         self._told_draws = True
 
     def _record(self, batch: BatchHandle, outcome: StepOutcome) -> None:
-        own = [index for piece in self._cut(batch) if not piece.ghost for index in piece.ids]
+        pieces = self._cut(batch) if self._on.applied.ranks.counts else ()
+        own = [index for piece in pieces if not piece.ghost for index in piece.ids]
         self._ledger.commit(batch.step, batch.start.epoch, batch.start.offset, batch.end.offset, own)
         event = {
             "step": outcome.step,

@@ -180,8 +180,8 @@ class Stepper:
         on.applied.refresh()
         on.sync.begin()
         on.applied.module.train()
-        pieces = cut(batch.ids, self._plan.dp, self._plan.microbatches, on.group.rank)
-        terms = Terms(self._task, on.group, self._nominal(), self._names)
+        pieces = cut(batch.ids, self._plan.dp, self._plan.microbatches, on.data.rank)
+        terms = Terms(self._task, on.data, self._nominal(), self._names)
         fetched = [self._fetch(piece, batch) for piece in pieces] if terms.weighs_first else None
         terms.weigh(pieces, fetched)
         self._names = terms.names
@@ -217,7 +217,8 @@ class Stepper:
         mark, bad = float(sync.mark()), float(not terms.finite)
         head = [float(agrees), float(self._wants_stop()), mark, mark * mark, bad, bad * group.rank]
         head.append(float(sync.square_sum()))
-        ballot = torch.cat([torch.tensor(head, dtype=torch.float64), terms.sums.reshape(-1), sync.reached()])
+        own = terms.sums.reshape(-1) * float(self._on.applied.ranks.counts)
+        ballot = torch.cat([torch.tensor(head, dtype=torch.float64), own, sync.reached()])
         group.all_reduce(ballot)
         votes, stops, marks, squares, bads, bad_ranks, square_sum = ballot[: len(head)].tolist()
         if group.size * squares != marks * marks:  # whole numbers, exact: equal just where all marks are

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stretto.comm.group import Group
+from stretto.comm.members import Members
 from stretto.data import Piece
 from stretto.errors import TaskError
 from stretto.task import Pair, Task
@@ -25,7 +25,7 @@ class Terms:
         names: of the terms, known from an earlier step; None at first.
     """
 
-    def __init__(self, task: Task, group: Group, nominal: float, names: tuple[str, ...] | None) -> None:
+    def __init__(self, task: Task, group: Members, nominal: float, names: tuple[str, ...] | None) -> None:
         self._task, self._group = task, group
         self.weighs_first = task.has("weights")
         self._names = names if self.weighs_first else ("loss",)

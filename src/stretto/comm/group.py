@@ -7,6 +7,7 @@ down from another thread ends every call on it within milliseconds (measured), a
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -92,11 +93,11 @@ class Group(Members):
         self._shared.append(form_shared_memory_group(*arguments))
         return self._shared[-1]
 
-    def along(self, mesh: Mesh, axis: str) -> Members:
-        """The members that stand in one line with this one on ``axis`` of ``mesh``. Every member must call it."""
-        if mesh.degree(axis) == self.size:
+    def along(self, mesh: Mesh, *axes: str) -> Members:
+        """The members whose places on ``mesh`` differ from this one's on ``axes`` alone. Every member must call it."""
+        if math.prod(mesh.degree(axis) for axis in axes) == self.size:
             return self
-        lines = mesh.lines(axis)
+        lines = mesh.lines(*axes)
         mine = next(line for line in lines if self.rank in line)
         if len(mine) == 1:
             return Members(0, 1, self.device, None, self._broken)

@@ -7,17 +7,21 @@ for every logical tensor, which part lies here. First build, resume and recovery
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from stretto.comm.group import Group
 from stretto.comm.members import Members
+from stretto.graph.cut import Part
 from stretto.state import Box, Shares, Slice, StateSource, TensorSpec
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Arguments and keywords of a call."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,23 @@ class Ranks:
     """With whom a rank shares what.
 
     Args:
-        world: all that share the global batch.
+        everyone: the group.
+        world: all that share the global batch, each with its own samples: the data-parallel ranks.
+        tensor: those that cut the model's layers between them, and have the same samples.
         shards: those that cut one copy of the weights between them (the mesh's ``dp_shard``).
         replicas: those that hold the same part of another copy (``dp_replicate``).
     """
 
-    world: Group
+    everyone: Group
+    world: Members
     shards: Members
     replicas: Members
+    tensor: Members
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank answers for its samples: one of those that have the same ones does."""
+        return self.tensor.rank == 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Manner:
     Args:
         compute: the type of the copies that forward uses in place of float32 parameters; float32: the parameters.
         whole_tensors: the optimizer looks at whole tensors, so each has one owner who updates all of it.
+        example: a call of the model, for layouts that trace it.
         reduce_once: gradients of several microbatches may be added up whole on each rank and reduced once a step;
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
     """
@@ -49,6 +63,7 @@ class Manner:
     compute: torch.dtype = torch.float32
     whole_tensors: bool = False
     reduce_once: bool = True
+    example: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,7 @@ class Place:
         shares: which part of it each rank updates, where each needs the sum of its own part alone; None where every
             rank updates all that it holds.
         sparse: its gradients are sparse.
+        part: the boxes of a parameter that ``tp`` cuts, of which ``box`` is the first; None where it is one box.
     """
 
     spec: TensorSpec
@@ -77,6 +93,20 @@ class Place:
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
+    part: Part | None = None
+
+    @property
+    def pieces(self) -> list[tuple[Box, tuple[slice, ...]]]:
+        """Each box, and where it lies in ``local``."""
+        if self.part is None:
+            return [(self.box, (slice(None),) * len(self.box.starts))]
+        ahead = (slice(None),) * self.part.dim
+        return [(box, (*ahead, where)) for box, where in self.part.places()]
+
+    def gather(self, read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
+        """What lies here, put together from its boxes."""
+        found = [read(box) for box, _ in self.pieces]
+        return found[0] if self.part is None or len(found) == 1 else torch.cat(found, self.part.dim)
 
     @property
     def lead(self) -> bool:

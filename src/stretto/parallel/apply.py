@@ -41,6 +41,12 @@ def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
     return Sharded(template, ranks, manner)
 
 
+def _tensor(template: Template, ranks: Ranks, manner: Manner) -> Applied:
+    from stretto.parallel.tensor import Tensor
+
+    return Tensor(template, ranks, manner)
+
+
 _LAYOUTS: Final[Mapping[int, Callable[[Template, Ranks, Manner], Applied]]] = MappingProxyType(
     {0: _whole, 1: _dealt, 2: _dealt, 3: _sharded}
 )
@@ -54,6 +60,8 @@ def check(template: Template, plan: Plan) -> None:
             f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "
             f"would be of pieces. Use microbatches=1, or replace it by GroupNorm"
         )
+    if norms and plan.tp > 1:
+        raise Refused(f"plan {plan}: {norms[0]} is a BatchNorm, which tp can't cut yet; use tp=1, or GroupNorm")
     if plan.dp * plan.microbatches > 1:
         _check_tables(template, plan)
 
@@ -84,5 +92,13 @@ def apply(template: Template, plan: Plan, group: Group, manner: Manner | None = 
         Refused: the plan would change this model's numbers.
     """
     check(template, plan)
-    ranks = Ranks(group, group.along(plan.mesh, "dp_shard"), group.along(plan.mesh, "dp_replicate"))
+    ranks = Ranks(
+        everyone=group,
+        world=group.along(plan.mesh, "dp_replicate", "dp_shard"),
+        shards=group.along(plan.mesh, "dp_shard"),
+        replicas=group.along(plan.mesh, "dp_replicate"),
+        tensor=group.along(plan.mesh, "tp"),
+    )
+    if plan.tp > 1:
+        return _tensor(template, ranks, manner or Manner())
     return _LAYOUTS[plan.zero](template, ranks, manner or Manner())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stretto.comm.group import Group
+from stretto.comm.members import Members
 
 
 def batch_norms(module: nn.Module) -> list[str]:
@@ -29,7 +29,7 @@ def batch_norms(module: nn.Module) -> list[str]:
 class GlobalBatchNorm:
     """Makes every BatchNorm of ``module`` (a layout's copy) normalise over all ranks of ``group``."""
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, group: Members) -> None:
         self.group = group
         self.counts = True
         self._changed = [child for child in module.modules() if isinstance(child, _BatchNorm)]
@@ -100,7 +100,7 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, counts: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, group: Members, counts: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [0, *range(2, x.ndim)]
         channels = x.shape[1]
         wide = x.to(_wide(x.dtype))

@@ -32,18 +32,18 @@ def sparse_parameters(module: nn.Module) -> set[str]:
 
 def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, sparse: bool = False) -> Place:
     """A parameter that every rank updates, all of it."""
-    return Place(spec, Box.whole(spec.shape), _trained(spec, compute), compute, owner=owner, sparse=sparse)
+    return Place(spec, Box.whole(spec.shape), trained(spec, compute), compute, owner=owner, sparse=sparse)
 
 
 def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, rank: int) -> Place:
     """A parameter of which each rank updates the part that it was dealt."""
     holders = [holder for holder, box in enumerate(shares) if box.numel] or [0]
     mine = nn.Parameter(compute.detach()[shares[rank].within(Box.whole(spec.shape))], compute.requires_grad)
-    local = _trained(spec, mine)
+    local = trained(spec, mine)
     return Place(spec, shares[rank], local, compute, owner=rank in holders, shares=shares)
 
 
-def _trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:
+def trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:
     """What an optimizer updates for ``compute``: itself, or a parameter of the logical type."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if compute.dtype == dtype:

@@ -38,7 +38,7 @@ class Placed:
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`."""
         yield from export_places(self._places)
-        yield from buffer_slices(self.module, self.ranks.world)
+        yield from buffer_slices(self.module, self.ranks.everyone)
 
     def import_state(self, source: StateSource) -> None:
         """See :class:`Applied`."""
@@ -72,7 +72,8 @@ def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
 def export_places(places: Mapping[str, Place]) -> Iterator[Slice]:
     """This rank's part of every parameter."""
     for place in places.values():
-        yield Slice(model_spec(place.spec), place.box, place.local.detach(), place.owner)
+        for box, where in place.pieces:
+            yield Slice(model_spec(place.spec), box, place.local.detach()[where], place.owner)
 
 
 @torch.no_grad()
@@ -80,7 +81,8 @@ def import_places(places: Mapping[str, Place], source: StateSource) -> None:
     """Fills this rank's part of every parameter; the rest of a tensor is not read."""
     for name, place in places.items():
         if place.local.numel():
-            place.local.copy_(source.read(f"model/{name}", place.box))
+            for box, where in place.pieces:
+                place.local[where].copy_(source.read(f"model/{name}", box))
 
 
 def buffer_slices(module: nn.Module, group: Group) -> Iterator[Slice]:

@@ -8,6 +8,7 @@ State is kept by parameter *name*: an element-by-element optimizer's state is cu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -97,7 +98,7 @@ class BoundOptimizer:
         for name, place in self._places.items():
             for key, value in self.optimizer.state.get(place.local, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield _state_slice(f"{PREFIX}{name}/{key}", value, place)
+                    yield from _state_slices(f"{PREFIX}{name}/{key}", value, place)
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """State that is no tensor, by parameter and key; must be plain JSON."""
@@ -121,8 +122,10 @@ class BoundOptimizer:
             if place.absent:
                 continue
             spec = source.spec(full)
-            box = place.box if spec.shape == place.spec.shape else Box.whole(spec.shape)
-            value = source.read(full, box)
+            if spec.shape == place.spec.shape:
+                value = place.gather(partial(source.read, full))
+            else:
+                value = source.read(full, Box.whole(spec.shape))
             # Torch keeps step counters on the host, whatever device the parameter is on.
             state.setdefault(place.local, {})[key] = value if key == "step" else value.to(place.local.device)
         for name, values in scalars.items():
@@ -131,24 +134,26 @@ class BoundOptimizer:
         self.optimizer.state.update(state)
 
 
-def _state_slice(full: str, value: torch.Tensor, place: Place) -> Slice:
+def _state_slices(full: str, value: torch.Tensor, place: Place) -> Iterator[Slice]:
     dtype = dtype_name(value.dtype)
-    if value.shape == place.local.shape and place.box.shape == tuple(value.shape):
-        return Slice(TensorSpec(full, place.spec.shape, dtype), place.box, value, place.owner)
+    if value.shape == place.local.shape:
+        for box, where in place.pieces:
+            yield Slice(TensorSpec(full, place.spec.shape, dtype), box, value[where], place.owner)
+        return
     shape = tuple(value.shape)
-    cut = place.box.shape != place.spec.shape
+    cut = tuple(place.local.shape) != place.spec.shape
     if cut and value.numel() > 1:
         raise Refused(
             f"plan: the optimizer keeps {full.removeprefix(PREFIX)} of shape {shape}, which doesn't follow its "
             f"parameter's, so sharding would change the numbers; use zero=0"
         )
     # A counter, the same on every rank: one of them answers for it.
-    return Slice(TensorSpec(full, shape, dtype), Box.whole(shape), value, place.lead)
+    yield Slice(TensorSpec(full, shape, dtype), Box.whole(shape), value, place.lead)
 
 
 def _cut(value: Any, place: Place) -> Any:
     if isinstance(value, torch.Tensor) and tuple(value.shape) == place.spec.shape:
-        part = value[place.box.within(Box.whole(place.spec.shape))]
+        part = place.gather(lambda box: value[box.within(Box.whole(place.spec.shape))])
         return part.clone(memory_format=torch.contiguous_format)  # the stand-in it was made after has no strides
     return value
 

@@ -40,6 +40,10 @@ class Part(Protocol):
     def sparse(self) -> bool:
         """Whether its gradients are sparse."""
 
+    @property
+    def part(self) -> object | None:
+        """What ``tp`` leaves here of it; None where it cuts nothing of it."""
+
 
 class Ranks(Protocol):
     """With whom a rank shares what."""
@@ -47,6 +51,10 @@ class Ranks(Protocol):
     @property
     def world(self) -> Members:
         """All that share the global batch."""
+
+    @property
+    def everyone(self) -> Members:
+        """Those, and those that have the same samples as another."""
 
     @property
     def replicas(self) -> Members:

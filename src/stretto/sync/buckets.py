@@ -60,7 +60,7 @@ class GradientBucket(ABC):
     def gradient(self, name: str) -> torch.Tensor:
         """The summed gradient of this member's share of a parameter, in the share's shape."""
         part = self._parts[name]
-        box = Box.whole(part.spec.shape) if part.shares is None else part.shares[self._members.rank]
+        box = Box.whole(part.local.shape) if part.shares is None else part.shares[self._members.rank]
         if not box.numel:
             return self.own[:0].view(box.shape)
         skipped = box.starts[0] * math.prod(part.spec.shape[1:]) if box.starts else 0

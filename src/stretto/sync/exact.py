@@ -12,6 +12,7 @@ of an all-reduce). Sparse gradients are gathered, rows and values, and added up 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from stretto.state import Shares, pack
-from stretto.sync._base import Layout
+from stretto.state import Shares, TensorSpec, pack
+from stretto.sync._base import Layout, Part
 from stretto.sync.buckets import GradientBucket, Kept, Passing
 
 BUCKET_BYTES: Final = 8 * 2**20
@@ -43,7 +44,10 @@ class ExactSum:
         own = {n: place for n, place in layout.places.items() if not place.summed and place.compute.requires_grad}
         dense = {name: place for name, place in own.items() if not place.sparse}
         shares: dict[str, Shares] = {name: p.shares for name, p in dense.items() if p.shares is not None}
-        packed = pack((place.spec for place in reversed(dense.values())), shares, bucket_bytes)
+        packed = []
+        for cut in (False, True):  # apart, as in the norm each rank answers for its own part of what tp cuts
+            held = [_held(place) for place in reversed(dense.values()) if (place.part is not None) == cut]
+            packed += pack(held, shares, bucket_bytes)
         kind = Kept if keep else Passing
         self._buckets: list[GradientBucket] = [kind(bucket, dense, self._world) for bucket in packed]
         self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
@@ -172,12 +176,14 @@ class ExactSum:
 
     def square_sum(self) -> torch.Tensor:
         """See :class:`Sync`. Of what is the same on several ranks, each answers for one piece."""
-        world, replicas = self._world, self._replicas
+        world, everyone, replicas = self._world, self._layout.ranks.everyone, self._replicas
         parts = []
         for bucket in self._buckets:
-            shared = self._layout.places[bucket.names[0]].shares is None
-            parts.append(bucket.own.tensor_split(world.size)[world.rank] if shared else bucket.own)
-        parts += [g._values().tensor_split(world.size)[world.rank] for g in self._sparse.values() if g is not None]
+            place = self._layout.places[bucket.names[0]]
+            alike = everyone if place.part is None else world
+            parts.append(bucket.own.tensor_split(alike.size)[alike.rank] if place.shares is None else bucket.own)
+        sparse = [gradient._values() for gradient in self._sparse.values() if gradient is not None]
+        parts += [values.tensor_split(everyone.size)[everyone.rank] for values in sparse]
         for gradient in self._of_layout().values():
             if gradient is not None:
                 parts.append(gradient.reshape(-1).tensor_split(replicas.size)[replicas.rank])
@@ -217,3 +223,8 @@ class ExactSum:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _held(place: Part) -> TensorSpec:
+    """What lies here of a parameter, as a tensor of its own."""
+    return dataclasses.replace(place.spec, shape=tuple(place.compute.shape))

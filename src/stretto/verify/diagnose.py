@@ -29,11 +29,13 @@ class Case:
     Args:
         ranks: the ranks' facts of the step, in rank order.
         reference: one device's step; None before the first.
+        shares: which share of the batch each rank has; ranks that tp joins have the same one.
     """
 
     record: ReferenceRecord
     reference: ReferenceStep | None
     ranks: tuple[StepFacts, ...]
+    shares: tuple[int, ...]
     limits: Tolerances
 
     @property
@@ -44,7 +46,7 @@ class Case:
     @property
     def num_microbatches(self) -> int:
         """Pieces of the batch on one rank."""
-        return len(self.reference.pieces) // len(self.ranks) if self.reference else 1
+        return len(self.reference.pieces) // (max(self.shares) + 1) if self.reference else 1
 
     @property
     def close(self) -> float:
@@ -69,6 +71,7 @@ def first_divergence(record: ReferenceRecord, ranks: Sequence[RankFacts]) -> Div
             record=record,
             reference=record.steps[step - 1] if step else None,
             ranks=tuple(rank.get(step, StepFacts(step=step)) for rank in by_step),
+            shares=tuple(rank.share for rank in sorted(ranks, key=lambda r: r.rank)),
             limits=limits_of(record, step),
         )
         for look in _LOOKS:
@@ -83,15 +86,16 @@ def first_divergence(record: ReferenceRecord, ranks: Sequence[RankFacts]) -> Div
 def _samples(step: int, case: Case) -> Divergence | None:
     if case.reference is None:
         return None
-    share = len(case.reference.pieces) // len(case.ranks)
+    length = case.num_microbatches
     due = [
-        tuple(i for piece in case.reference.pieces[r * share : (r + 1) * share] for i in piece)
-        for r in range(len(case.ranks))
+        tuple(i for piece in case.reference.pieces[share * length : (share + 1) * length] for i in piece)
+        for share in case.shares
     ]
     wrong = [r for r, facts in enumerate(case.ranks) if facts.ids != due[r]]
     if not wrong:
         return None
-    fed = [i for facts in case.ranks for i in facts.ids]
+    counting = {share: facts for facts, share in zip(reversed(case.ranks), reversed(case.shares), strict=True)}
+    fed = [i for facts in counting.values() for i in facts.ids]
     twice = [i for i in dict.fromkeys(fed) if fed.count(i) > 1]
     lost = [i for piece in due for i in piece if i not in fed]
     where = [r for r in wrong if any(i in twice for i in case.ranks[r].ids)] or wrong

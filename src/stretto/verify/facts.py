@@ -138,10 +138,12 @@ class RankFacts:
     """All that one rank saw.
 
     Args:
+        share: which share of each batch it has; ranks that tp joins have the same one.
         left_out: elements that this rank answers for and left out, by parameter.
     """
 
     rank: int
+    share: int
     steps: tuple[StepFacts, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
 
@@ -163,4 +165,4 @@ class RankFacts:
             )
             for step in record["steps"]
         )
-        return cls(rank=record["rank"], steps=steps, left_out=dict(record["left_out"]))
+        return cls(rank=record["rank"], share=record["share"], steps=steps, left_out=dict(record["left_out"]))

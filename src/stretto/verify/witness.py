@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -80,7 +81,7 @@ class Witness:
         facts = []
         if reference.weight and math.isfinite(reference.norm):
             for name, gradient in sync.gradients().items():
-                facts.append(self._look_at_gradient(step, name, gradient, factor))
+                facts += self._look_at_gradient(step, name, gradient, factor)
         self._gradients = tuple(facts)
         held = [item for item in (*self._weights(), *self._state(step)) if item.kind != "buffer"]
         self._before = {item.name: item.data.clone() for item in held if item.data is not None}
@@ -113,7 +114,7 @@ class Witness:
         """All that was seen."""
         places = self._on.applied.places
         counts = {name: int(mask.sum()) for name, mask in self._left_out.items() if places[name].owner}
-        return RankFacts(rank=self._on.group.rank, steps=tuple(self._steps), left_out=counts)
+        return RankFacts(rank=self._on.group.rank, share=self._on.data.rank, steps=tuple(self._steps), left_out=counts)
 
     def _remember(self, facts: StepFacts) -> None:
         """Keeps the single tensors only of the step in which this rank and one device part."""
@@ -136,37 +137,39 @@ class Witness:
     def _state(self, step: int) -> Iterator[_Held]:
         """What the optimizer keeps here, and what it should keep here by one device's account."""
         optimizer, places = self._on.optimizer, self._on.applied.places
-        kept = {piece.spec.name: (piece.box, piece.data) for piece in optimizer.export_state()}
+        kept = {(piece.spec.name, piece.box): piece.data for piece in optimizer.export_state()}
         for name, values in optimizer.scalars().items():
             for key, value in values.items():
                 if isinstance(value, bool | int | float):
                     number = torch.tensor(float(value), dtype=torch.float64)
-                    kept[f"{OPTIMIZER}{name}/{key}"] = (Box.whole(()), number)
-        for full, (box, data) in kept.items():
+                    kept[f"{OPTIMIZER}{name}/{key}", Box.whole(())] = number
+        for (full, box), data in kept.items():
             yield _Held("state", full, box, data)
+        known = {full for full, _ in kept}
         for full in sorted(self._recorded.names(step)):
-            if full.startswith(OPTIMIZER) and full not in kept:
+            if full.startswith(OPTIMIZER) and full not in known:
                 place = places[full.removeprefix(OPTIMIZER).rpartition("/")[0]]
                 shape = self._recorded.shape(step, full)
                 if place.box.numel:  # a rank without elements of a parameter need not count its steps
-                    box = place.box if shape == place.spec.shape else Box.whole(shape)
-                    yield _Held("state", full, box, None)
+                    whole = shape != place.spec.shape
+                    for box in [Box.whole(shape)] if whole else [box for box, _ in place.pieces]:
+                        yield _Held("state", full, box, None)
 
     # ---- one part of one tensor
 
-    def _look_at_gradient(self, step: int, name: str, gradient: torch.Tensor | None, factor: float) -> TensorFact:
+    def _look_at_gradient(self, step: int, name: str, gradient: torch.Tensor | None, factor: float) -> list[TensorFact]:
         place, limits = self._on.applied.places[name], limits_of(self._recorded.record, step)
         ours = torch.zeros_like(place.local) if gradient is None else gradient.to_dense() * factor
-        held = _Held("gradient", f"gradient/{name}", place.box, ours)
-        fact = self._look(step, held)
-        if gradient is not None and held.name in self._recorded.names(step):
-            theirs = self._recorded.read(step, held.name, place.box)
+        full = f"gradient/{name}"
+        facts = [self._look(step, _Held("gradient", full, box, ours[where])) for box, where in place.pieces]
+        if gradient is not None and full in self._recorded.names(step):
+            theirs = place.gather(partial(self._recorded.read, step, full))
             noise = compare.noise(ours, theirs, self._recorded.scale(step, "gradient"), limits.quiet)
             if bool(noise.any()):
                 self._left_out[name] = self._left_out.get(name, torch.zeros_like(noise)) | noise
-                if factor and not fact.differs and not gradient.is_sparse:
+                if factor and not any(fact.differs for fact in facts) and not gradient.is_sparse:
                     gradient[noise] = (theirs / factor)[noise]
-        return fact
+        return facts
 
     def _look(self, step: int, held: _Held) -> TensorFact:
         """The fact of one part. A tensor that one side lacks is compared as zeros, and differs in any case."""

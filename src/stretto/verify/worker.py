@@ -66,7 +66,7 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> RankFacts:
     group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size))
     context.control.on_break(group.break_)
     feed = Feed()
-    machinery = assemble(task, plan, prepared.template, group)
+    machinery = assemble(task, plan, prepared.template, group, dataset=prepared.dataset)
     machinery = dataclasses.replace(machinery, sync=WatchedSync(machinery.sync, feed))
     recorded = Recorded(Path(payload["folder"]))
     witness = Witness(recorded, machinery, feed)

@@ -1,0 +1,179 @@
+"""Which axes are cut over the ranks of a tensor-parallel group, and what part of each tensor a rank then holds.
+
+An axis that nothing needs whole can be cut: what is linear over it adds up (one all-reduce), what isn't works on each
+part by itself. So the hidden features of a two-layer network are cut, the first weight by rows and the second by
+columns, and attention by heads, whatever the model calls them (Megatron-LM, arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stretto.errors import Refused
+from stretto.graph.axes import Axis, Dim, Dims, leaves
+from stretto.graph.rules import Reading, _each
+from stretto.graph.trace import Traced
+from stretto.state import Box
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a parameter.
+
+    Args:
+        boxes: in logical indices; laid one after another along ``dim`` they make the local tensor.
+        dim: the dimension that is cut; 0 where none is.
+        axis_size: of the axis that is cut, all of it; 0 where none is.
+        inner: how many elements of the dimension belong to each index of the axis.
+    """
+
+    boxes: tuple[Box, ...]
+    dim: int = 0
+    axis_size: int = 0
+    inner: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        extent = list(self.boxes[0].shape)
+        if extent:
+            extent[self.dim] = sum(box.shape[self.dim] for box in self.boxes)
+        return tuple(extent)
+
+    def places(self) -> list[tuple[Box, slice]]:
+        """Each box, and where along ``dim`` it lies in the local tensor."""
+        extents = [box.shape[self.dim] if box.shape else 1 for box in self.boxes]
+        edges = [sum(extents[:place]) for place in range(len(extents) + 1)]
+        return [(box, slice(first, last)) for box, (first, last) in zip(self.boxes, pairwise(edges), strict=True)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The axes that are cut, and into how many parts.
+
+    Args:
+        reading: of the graph.
+        axes: no two of them meet in one tensor.
+        degree: ranks.
+    """
+
+    reading: Reading
+    axes: frozenset[Axis]
+    degree: int
+
+    def span(self, axis: Axis, rank: int) -> tuple[int, int]:
+        """First and last index of a rank's part of an axis; the first parts are larger by one where it isn't even."""
+        if axis not in self.axes:
+            return 0, axis.size
+        each, more = divmod(axis.size, self.degree)
+        return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
+
+    def local(self, dim: Dim, rank: int) -> int:
+        """How long a rank's part of a dimension is."""
+        spans = (self.span(axis, rank) for axis in leaves(dim))
+        return math.prod(last - first for first, last in spans)
+
+    def axis_of(self, dims: Dims) -> tuple[int, Axis] | None:
+        """The dimension of a tensor that is cut, and by which axis."""
+        for place, dim in enumerate(dims):
+            for axis in leaves(dim):
+                if axis in self.axes:
+                    return place, axis
+        return None
+
+    def part(self, dims: Dims, rank: int) -> Part:
+        """What a rank holds of a tensor with these dimensions."""
+        shape = tuple(math.prod(axis.size for axis in leaves(dim)) for dim in dims)
+        found = self.axis_of(dims)
+        if found is None:
+            return Part((Box.whole(shape),))
+        place, axis = found
+        axes = leaves(dims[place])
+        at = axes.index(axis)
+        outer = math.prod(other.size for other in axes[:at])
+        inner = math.prod(other.size for other in axes[at + 1 :])
+        first, last = self.span(axis, rank)
+        boxes = []
+        for block in range(outer):
+            starts, stops = [0] * len(shape), list(shape)
+            starts[place] = (block * axis.size + first) * inner
+            stops[place] = (block * axis.size + last) * inner
+            boxes.append(Box(tuple(starts), tuple(stops)))
+        return Part(tuple(boxes), place, axis.size, inner)
+
+
+def plan_cut(reading: Reading, traced: Traced, degree: int) -> Cut:
+    """Chooses axes, those that most of the parameters have first; none meets another in any tensor."""
+    weight: dict[Axis, int] = {}
+    for node, dims in reading.dims.items():
+        if node.op == "placeholder" and node.name in traced.parameters:
+            numel = math.prod(axis.size for dim in dims for axis in leaves(dim))
+            for axis in {axis for dim in dims for axis in leaves(dim)}:
+                weight[axis] = weight.get(axis, 0) + numel
+    able = [axis for axis in weight if not axis.blocked and axis.size >= degree]
+    beside: dict[Axis, set[Axis]] = {axis: set() for axis in able}
+    for value in reading.dims.values():
+        for dims in _each(value):
+            inside = [axis for dim in dims for axis in leaves(dim) if axis in beside]
+            for axis in inside:
+                beside[axis].update(inside)
+                if inside.count(axis) > 1:
+                    beside[axis].add(axis)
+    twice = {axis for axis in able if _repeats(axis, reading)}
+    chosen: set[Axis] = set()
+    for axis in sorted(able, key=lambda each: -weight[each]):
+        if axis not in twice and not (beside[axis] - {axis}) & chosen:
+            chosen.add(axis)
+    return Cut(reading, frozenset(chosen), degree)
+
+
+def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degree: int) -> Cut:
+    """The cut of another graph of the same model by which a rank holds ``parts``.
+
+    Raises:
+        Refused: in this graph something needs all of what is cut.
+    """
+    chosen: set[Axis] = set()
+    for node, dims in reading.dims.items():
+        name = traced.parameters.get(node.name) if node.op == "placeholder" else None
+        part = parts.get(name) if name is not None else None
+        if part is None or part.axis_size == 0:
+            continue
+        before, within, after = reading.axes.dims((len(part.boxes), part.axis_size, part.inner))
+        reading.axes.same(dims[part.dim], before + within + after)
+        axes = within[0].leaves()
+        if len(axes) > 1 or axes[0].blocked:
+            why = axes[0].blocked or "its axis falls apart"
+            raise Refused(f"plan: tp cuts {name}, but with a batch of another shape, or in evaluation, {why}")
+        chosen.add(axes[0])
+    return Cut(reading, frozenset(chosen), degree)
+
+
+def _repeats(axis: Axis, reading: Reading) -> bool:
+    """Whether a tensor has the axis twice, as the product of a matrix with itself has."""
+    for value in reading.dims.values():
+        for dims in _each(value):
+            if sum(leaf is axis for dim in dims for leaf in leaves(dim)) > 1:
+                return True
+    return False
+
+
+def report(cut: Cut, traced: Traced) -> Mapping[str, str]:
+    """Of each parameter how it is cut, or why it isn't."""
+    found = {}
+    for node, dims in cut.reading.dims.items():
+        if node.op == "placeholder" and node.name in traced.parameters:
+            found[traced.parameters[node.name]] = _say(cut, dims)
+    return found
+
+
+def _say(cut: Cut, dims: Sequence[Dim]) -> str:
+    at = cut.axis_of(tuple(dims))
+    if at is not None:
+        place, axis = at
+        return f"dimension {place} cut along an axis of {axis.size}"
+    why = dict.fromkeys(axis.blocked or f"{axis.size} are fewer than {cut.degree}" for d in dims for axis in leaves(d))
+    return "whole: " + "; ".join(why)

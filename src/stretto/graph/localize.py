@@ -1,0 +1,160 @@
+"""The graph of one rank: the same operations on parts of the tensors, and the messages that make them one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from stretto.graph.axes import Axis, leaves
+from stretto.graph.cut import Cut
+from stretto.graph.rules import _argument, _each, _name
+from stretto.graph.trace import Traced
+
+ENTER, LEAVE, DROP = "enter", "leave", "drop"
+
+
+class Localizer:
+    """Rewrites ``traced`` for ``rank``.
+
+    The graph calls three modules that whoever runs it brings along: ``enter`` (as it is; its gradient is added up over
+    the group), ``leave`` (added up over the group; its gradient as it is), ``drop`` (dropout of a part, by the numbers
+    that the whole would draw).
+    """
+
+    def __init__(self, traced: Traced, cut: Cut, rank: int) -> None:
+        self._traced, self._cut, self._rank = traced, cut, rank
+        self._new = fx.Graph()
+        self._env: dict[fx.Node, fx.Node] = {}
+        self._entered: dict[tuple[fx.Node, Axis], fx.Node] = {}
+
+    def build(self, modules: Mapping[str, nn.Module]) -> fx.GraphModule:
+        """The graph module; ``modules`` are the three by name."""
+        for node in self._traced.graph.graph.nodes:
+            self._env[node] = self._copy(node)
+        return fx.GraphModule(dict(modules), self._new)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        plain = self._env.__getitem__
+        if node.op != "call_function":
+            return self._new.node_copy(node, plain)
+        axis, over = self._axis(node), self._over(node)
+        if axis is None and over is None:
+            return self._new.node_copy(node, plain)
+        if over is not None:
+            return self._contract(node, over)
+        assert axis is not None
+        if (rewrite := _REWRITES.get(_name(node))) is not None:
+            return rewrite(self, node, axis)
+        return self._new.node_copy(node, lambda value: self.inside(value, axis))
+
+    def _axis(self, node: fx.Node) -> Axis | None:
+        for dims in _each(self._cut.reading.dims[node]):
+            if (found := self._cut.axis_of(dims)) is not None:
+                return found[1]
+        return None
+
+    def _over(self, node: fx.Node) -> Axis | None:
+        """The cut axis that a node adds up over."""
+        inner = self._cut.reading.contracted.get(node, ())
+        return next((axis for axis in leaves(inner) if axis in self._cut.axes), None)
+
+    def inside(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """A tensor as an operation on a part takes it: what is whole gets its gradient from every rank."""
+        new = self._env[node]
+        dims, value = self._cut.reading.dims[node], node.meta.get("val")
+        if self._axis(node) is axis or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return new
+        if node.op == "placeholder" and node.name not in self._traced.parameters:
+            return new
+        assert self._cut.axis_of(dims) is None, f"{node} is cut along two axes"
+        if (node, axis) not in self._entered:
+            self._entered[node, axis] = self._new.call_module(ENTER, (new,))
+        return self._entered[node, axis]
+
+    def local_shape(self, node: fx.Node) -> list[int]:
+        """A rank's part of a node's result."""
+        return [self._cut.local(dim, self._rank) for dim in self._cut.reading.of(node)]
+
+    def call(self, node: fx.Node, *arguments: Any, **keywords: Any) -> fx.Node:
+        """The node's operation on other arguments."""
+        return self._new.call_function(node.target, arguments, keywords)  # type: ignore[arg-type]
+
+    def module(self, name: str, *arguments: Any) -> fx.Node:
+        """A call of one of the three."""
+        return self._new.call_module(name, arguments)
+
+    def part(self, node: fx.Node) -> tuple[list[int], int, list[tuple[int, int]]]:
+        """A result's logical shape, the dimension that is cut, and this rank's pieces of it, first and last."""
+        part = self._cut.part(self._cut.reading.of(node), self._rank)
+        shape = [int(size) for size in node.meta["val"].shape]
+        return shape, part.dim, [(box.starts[part.dim], box.stops[part.dim]) for box in part.boxes]
+
+    def _contract(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """Each rank adds up over its part, and the group adds the sums up; a bias comes once, after that."""
+        one, two = (self.inside(value, axis) for value in node.args[:2])  # type: ignore[arg-type]
+        if _name(node) in ("matmul", "bmm", "mm"):
+            return self.module(LEAVE, self.call(node, one, two))
+        bias = _argument(node, 2, "bias")
+        rest = list(node.args[3:])
+        summed = self.module(LEAVE, self.call(node, one, two, None, *rest) if rest else self.call(node, one, two))
+        if bias is None:
+            return summed
+        added = self._env[bias]
+        if (inner := len(self._cut.reading.of(node)) - 2) and _name(node) != "linear":  # [out] beside [out, ...]
+            added = self._new.call_function(torch.ops.aten.view.default, (added, [-1, *[1] * inner]))
+        return self._new.call_function(torch.ops.aten.add.Tensor, (summed, added))
+
+
+def _reshaped(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    source: Any = node.args[0]
+    return at._new.call_function(torch.ops.aten.reshape.default, (at.inside(source, axis), at.local_shape(node)))
+
+
+def _expanded(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    source: Any = node.args[0]
+    return at.call(node, at.inside(source, axis), at.local_shape(node))
+
+
+def _split(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    """Equal parts: as long as this rank's part of one is."""
+    source, length = node.args[:2]
+    place = int(_argument(node, 2, "dim", 0))
+    one = at._cut.reading.dims[node][0]
+    local = at._cut.local(one[place], at._rank)
+    sizes = [local] * len(length) if isinstance(length, list | tuple) else local
+    return at.call(node, at.inside(source, axis), sizes, place)  # type: ignore[arg-type]
+
+
+def _chunk(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    source, count = node.args[:2]
+    return at.call(node, at.inside(source, axis), count, int(_argument(node, 2, "dim", 0)))  # type: ignore[arg-type]
+
+
+def _dropout(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    source, rate, training = node.args
+    if not rate or not training:
+        return at.call(node, at.inside(source, axis), rate, training)  # type: ignore[arg-type]
+    return at.module(DROP, at.inside(source, axis), rate, *at.part(node))  # type: ignore[arg-type]
+
+
+def _picked(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    source: Any = node.args[0]
+    return at._new.call_function(operator.getitem, (at._env[source], node.args[1]))
+
+
+_Rewrite = Callable[[Localizer, fx.Node, Axis], fx.Node]
+_REWRITES: Final[Mapping[str, _Rewrite]] = MappingProxyType(
+    {
+        **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshaped),
+        **dict.fromkeys(("split", "split_with_sizes"), _split),
+        "chunk": _chunk,
+        "expand": _expanded,
+        "dropout": _dropout,
+        "getitem": _picked,
+    }
+)

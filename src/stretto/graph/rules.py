@@ -1,0 +1,365 @@
+"""What each operation says of its tensors' axes: which are the same, and which it needs whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from stretto.graph.axes import Axes, Dim, Dims, leaves, size
+from stretto.graph.trace import Traced
+
+Found = Dims | tuple[Dims, ...]
+
+
+@dataclass
+class Reading:
+    """The axes of every tensor in a graph.
+
+    Args:
+        dims: node -> its dimensions; of a node that gives several tensors, those of each.
+        contracted: nodes that add up over axes, and over which.
+    """
+
+    axes: Axes = field(default_factory=Axes)
+    dims: dict[fx.Node, Any] = field(default_factory=dict)
+    contracted: dict[fx.Node, Dim] = field(default_factory=dict)
+
+    def of(self, node: Any) -> Dims:
+        """A tensor's dimensions."""
+        found: Dims = self.dims[node]
+        return found
+
+    def block(self, dims: Dims, why: str) -> None:
+        """Every axis of a tensor is needed whole."""
+        for dim in dims:
+            self.block_dim(dim, why)
+
+    @staticmethod
+    def block_dim(dim: Dim, why: str) -> None:
+        """Every axis of a dimension is needed whole."""
+        for axis in dim:
+            axis.block(why)
+
+
+def read(traced: Traced) -> Reading:
+    """Goes through the graph once."""
+    found = Reading()
+    known: dict[str, Dims] = {}
+    used = {traced.parameters.get(node.name) for node in traced.graph.graph.nodes if node.users}
+    node: fx.Node
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder":
+            name = traced.parameters.get(node.name)
+            dims = found.dims[node] = known.get(name or "") or _placeholder(found, node, traced)
+            if name is not None:
+                known[name] = dims  # a tied one has the same axes wherever it stands
+                if name not in used:
+                    found.block(dims, "forward doesn't use it")
+        elif node.op == "call_function":
+            found.dims[node] = _RULES.get(_name(node), _by_tag)(found, node)
+        elif node.op == "output":
+            for value in _tensors(node.args):
+                for dims in _each(found.dims[value]):
+                    found.block(dims, "it is in the model's output")
+        else:
+            found.dims[node] = found.axes.dims(_shape(node), f"{node.op} {node.target}")
+    return found
+
+
+def _placeholder(found: Reading, node: fx.Node, traced: Traced) -> Dims:
+    if node.name in traced.parameters:
+        return found.axes.dims(_shape(node))
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return ()
+    return found.axes.dims(_shape(node), "it is in the model's input, or in a buffer")
+
+
+# ---- helpers
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.removeprefix("aten::")
+    return getattr(target, "__name__", str(target))
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    value = node.meta.get("val")
+    return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    value = node.meta["val"]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [tuple(map(int, one.shape)) for one in values if isinstance(one, torch.Tensor)]
+
+
+def _tensors(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(arguments, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
+    return [node for node in found if "val" in node.meta]
+
+
+def _each(dims: Any) -> list[Dims]:
+    """One for each tensor that a node gives."""
+    several = bool(dims) and isinstance(dims[0], tuple) and bool(dims[0]) and isinstance(dims[0][0], tuple)
+    return list(dims) if several else [dims]
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+# ---- rules
+
+
+def _unknown(found: Reading, node: fx.Node) -> Found:
+    """Nothing is known of it, so it needs all of everything."""
+    why = f"{_name(node)} needs all of it"
+    for value in _tensors((node.args, node.kwargs)):
+        for dims in _each(found.dims[value]):
+            found.block(dims, why)
+    value = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        return tuple(found.axes.dims(shape, why) for shape in _shapes(node))
+    return found.axes.dims(_shape(node), why)
+
+
+def _by_tag(found: Reading, node: fx.Node) -> Found:
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags:
+        return _pointwise(found, node)
+    return _unknown(found, node)
+
+
+def _pointwise(found: Reading, node: fx.Node) -> Dims:
+    """Element by element, sizes of 1 repeated."""
+    out = list(found.axes.dims(_shape(node)))
+    for value in _tensors((node.args, node.kwargs)):
+        for place, dim in enumerate(reversed(found.of(value)), 1):
+            if leaves(dim):
+                found.axes.same(out[-place], dim)
+    return tuple(out)
+
+
+def _as_it_is(found: Reading, node: fx.Node) -> Dims:
+    return found.of(node.args[0])
+
+
+def _view(found: Reading, node: fx.Node) -> Dims:
+    """The same elements in the same order."""
+    out = found.axes.dims(_shape(node))
+    if 0 in _shape(node):
+        return _unknown(found, node)  # type: ignore[return-value]
+    before = tuple(axis for dim in found.of(node.args[0]) for axis in dim)
+    found.axes.same(before, tuple(axis for dim in out for axis in dim))
+    return out
+
+
+def _permute(found: Reading, node: fx.Node) -> Dims:
+    dims = found.of(node.args[0])
+    order: Any = node.args[1]
+    return tuple(dims[place] for place in order)
+
+
+def _transpose(found: Reading, node: fx.Node) -> Dims:
+    dims = list(found.of(node.args[0]))
+    if len(dims) > 1:
+        one, other = (node.args[1], node.args[2]) if len(node.args) > 2 else (0, 1)
+        dims[one], dims[other] = dims[other], dims[one]  # type: ignore[index]
+    return tuple(dims)
+
+
+def _expand(found: Reading, node: fx.Node) -> Dims:
+    out, dims = list(found.axes.dims(_shape(node))), found.of(node.args[0])
+    for place, dim in enumerate(reversed(dims), 1):
+        if leaves(dim):
+            out[-place] = dim
+    return tuple(out)
+
+
+def _along(found: Reading, node: fx.Node) -> Dims:
+    """Picks or pads along one dimension, and leaves the others."""
+    dims, shape = found.of(node.args[0]), _shape(node)
+    place = int(_argument(node, 1, "dim", 0)) % max(1, len(dims))
+    why = f"{_name(node)} picks from it"
+    if _name(node) == "select":
+        found.block_dim(dims[place], why)
+        return dims[:place] + dims[place + 1 :]
+    if shape == _shape(node.args[0]):  # all of it
+        return dims
+    found.block_dim(dims[place], why)
+    new = found.axes.dims((shape[place],), why)
+    return dims[:place] + new + dims[place + 1 :]
+
+
+def _parts(found: Reading, node: fx.Node) -> Found:
+    """Equal parts along a dimension: that was parts times one part."""
+    dims, shapes = found.of(node.args[0]), _shapes(node)
+    by_number = _name(node) in ("unbind",)
+    place = int(_argument(node, 1 if by_number else 2, "dim", 0)) % len(dims)
+    if by_number:
+        found.block_dim(dims[place], "unbind picks from it")
+        return tuple(dims[:place] + dims[place + 1 :] for _ in shapes)
+    sizes = {shape[place] for shape in shapes}
+    if len(sizes) != 1:
+        return _unknown(found, node)
+    count, part = found.axes.dims((len(shapes),), "a split picks from it"), found.axes.dims((sizes.pop(),))
+    found.axes.same(dims[place], count[0] + part[0])
+    return tuple(dims[:place] + part + dims[place + 1 :] for _ in shapes)
+
+
+def _cat(found: Reading, node: fx.Node) -> Dims:
+    """Laid one after another along one dimension, which is then needed whole."""
+    every = [found.of(value) for value in _tensors((node.args[0],))]
+    place, shape = int(_argument(node, 1, "dim", 0)) % max(1, len(_shape(node))), _shape(node)
+    out = list(found.axes.dims(shape))
+    if _name(node) == "stack":
+        every = [(*dims[:place], out[place], *dims[place:]) for dims in every]
+    for dims in every:
+        for at, dim in enumerate(dims):
+            if at != place:
+                found.axes.same(out[at], dim)
+            else:
+                found.block_dim(dim, f"{_name(node)} lays it beside another")
+    found.block_dim(out[place], f"{_name(node)} lays it beside another")
+    return tuple(out)
+
+
+def _getitem(found: Reading, node: fx.Node) -> Found:
+    source: Any = node.args[0]
+    picked: Any = node.args[1]
+    return found.dims[source][picked]  # type: ignore[no-any-return]
+
+
+def _linear(found: Reading, node: fx.Node) -> Dims:
+    """x [..., in], weight [out, in], bias [out] -> [..., out]."""
+    x, weight = found.of(node.args[0]), found.of(node.args[1])
+    found.axes.same(x[-1], weight[-1])
+    found.contracted[node] = weight[-1]
+    bias = _argument(node, 2, "bias")
+    if bias is not None:
+        found.axes.same(found.of(bias)[0], weight[0])
+    return x[:-1] + weight[:1]
+
+
+def _matmul(found: Reading, node: fx.Node) -> Dims:
+    left, right = found.of(node.args[0]), found.of(node.args[1])
+    if min(len(left), len(right)) < 2:
+        return _unknown(found, node)  # type: ignore[return-value]
+    found.axes.same(left[-1], right[-2])
+    found.contracted[node] = left[-1]
+    out = list(found.axes.dims(_shape(node)[:-2]))
+    for dims in (left[:-2], right[:-2]):
+        for place, dim in enumerate(reversed(dims), 1):
+            if leaves(dim):
+                found.axes.same(out[-place], dim)
+    return (*out, left[-2], right[-1])
+
+
+def _attention(found: Reading, node: fx.Node) -> Dims:
+    """query [..., heads, length, width], key and value [..., heads, other length, width]."""
+    query, key, value = (found.of(argument) for argument in node.args[:3])
+    why = "attention looks at all of it"
+    for dim in (*query[-2:], *key[-2:]):
+        found.block_dim(dim, why)
+    found.axes.same(key[-2], value[-2])
+    found.axes.same(query[-1], key[-1])
+    for one, two, three in zip(query[:-2], key[:-2], value[:-2], strict=True):
+        found.axes.same(two, three)
+        inner = found.axes.dims((size(one) // size(two),), "query heads that share a key")  # with enable_gqa
+        found.axes.same(one, two + inner[0])
+    mask = _argument(node, 3, "attn_mask")
+    if mask is not None:
+        for place, dim in enumerate(reversed(found.of(mask)), 1):
+            if leaves(dim) and place > 2:
+                found.axes.same(query[-place], dim)
+    if float(_argument(node, 4, "dropout_p", 0.0)):
+        found.block(query, "attention drops at random inside")
+    return (*query[:-1], value[-1])
+
+
+def _embedding(found: Reading, node: fx.Node) -> Dims:
+    weight, index = found.of(node.args[0]), found.of(node.args[1])
+    found.block_dim(weight[0], "an embedding looks its rows up")
+    return index + weight[1:]
+
+
+def _softmax(found: Reading, node: fx.Node) -> Dims:
+    dims = found.of(node.args[0])
+    found.block_dim(dims[int(_argument(node, 1, "dim"))], f"{_name(node)} runs over it")
+    return dims
+
+
+def _norm(found: Reading, node: fx.Node) -> Dims:
+    dims = found.of(node.args[0])
+    shape: Any = node.args[1]
+    for dim in dims[-len(shape) :]:
+        found.block_dim(dim, "a norm runs over it")
+    for place in (2, 3):
+        other = _argument(node, place, ("weight", "bias")[place - 2])
+        if isinstance(other, fx.Node):
+            found.block(found.of(other), "a norm runs over it")
+    return dims
+
+
+def _reduced(found: Reading, node: fx.Node) -> Dims:
+    """A sum, mean or extreme over some dimensions, which are needed whole."""
+    dims, keep = found.of(node.args[0]), bool(_argument(node, 2, "keepdim", False))
+    given = _argument(node, 1, "dim")
+    over = range(len(dims)) if given is None else [given] if isinstance(given, int) else given
+    places = {place % max(1, len(dims)) for place in over}
+    for place in places:
+        found.block_dim(dims[place], f"{_name(node)} runs over it")
+    return tuple(() if place in places else dim for place, dim in enumerate(dims) if keep or place not in places)
+
+
+def _convolution(found: Reading, node: fx.Node) -> Dims:
+    """x [batch, in, ...], weight [out, in, ...] -> [batch, out, ...]."""
+    x, weight = found.of(node.args[0]), found.of(node.args[1])
+    if int(_argument(node, 6, "groups", 1)) != 1 or len(x) != len(weight):
+        return _unknown(found, node)  # type: ignore[return-value]
+    found.axes.same(x[1], weight[1])
+    found.contracted[node] = weight[1]
+    bias = _argument(node, 2, "bias")
+    if bias is not None:
+        found.axes.same(found.of(bias)[0], weight[0])
+    for dim in (*x[2:], *weight[2:]):
+        found.block_dim(dim, "a convolution runs over it")
+    return (x[0], weight[0], *found.axes.dims(_shape(node)[2:], "a convolution runs over it"))
+
+
+def _nothing(found: Reading, node: fx.Node) -> Dims:
+    return ()
+
+
+_SAME: Final[Sequence[str]] = ("dropout", "to", "alias", "clone", "contiguous", "detach", "_to_copy", "dropout_")
+_RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyType(
+    {
+        **dict.fromkeys(_SAME, _as_it_is),
+        **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"), _view),
+        **dict.fromkeys(("select", "slice", "narrow"), _along),
+        **dict.fromkeys(("split", "chunk", "unbind", "split_with_sizes"), _parts),
+        **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
+        **dict.fromkeys(("softmax", "log_softmax", "_softmax"), _softmax),
+        **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
+        **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduced),
+        **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+        **dict.fromkeys(("cat", "stack"), _cat),
+        "permute": _permute,
+        "transpose": _transpose,
+        "t": _transpose,
+        "expand": _expand,
+        "getitem": _getitem,
+        "linear": _linear,
+        "scaled_dot_product_attention": _attention,
+        "embedding": _embedding,
+        "_assert_tensor_metadata": _nothing,
+    }
+)

@@ -1,0 +1,86 @@
+"""A model's forward as a graph of operations (torch.export), for one set of shapes and one mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from stretto.errors import Refused, one_line
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph whose placeholders are the model's tensors, then what it was called with.
+
+    Args:
+        graph: the operations, not yet decomposed; its output is a flat list.
+        parameters: placeholder -> name of the parameter in the model, tied ones under their first name.
+        buffers: likewise.
+        constants: placeholder -> a tensor that is neither.
+        arguments: placeholders of what forward was called with, flat, in order.
+        mutated: buffers that forward changes, in the order in which the graph gives their new values, ahead of it.
+        in_spec: how the arguments were flattened.
+        out_spec: how the output was.
+    """
+
+    graph: fx.GraphModule
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    arguments: tuple[str, ...]
+    mutated: tuple[str, ...]
+    in_spec: Any
+    out_spec: Any
+
+
+def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Traced:
+    """Traces ``module(*arguments, **keywords)`` in the mode (train or eval) that it is in.
+
+    Raises:
+        Refused: what forward does depends on the data, or can't be traced.
+    """
+    try:
+        program = torch.export.export(module, arguments, dict(keywords), strict=False)
+    except Exception as error:  # whatever the model does may fail in its own way
+        raise Refused(f"the model can't be traced, so it can't be cut inside: {one_line(error)}") from error
+    first = {id(tensor): name for name, tensor in reversed(list(_named(module)))}
+    every = dict(_named(module))
+    kinds: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
+    flat: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        name = spec.arg.name
+        if spec.kind is InputKind.USER_INPUT:
+            flat.append(name)
+        elif spec.target is not None:
+            kinds[spec.kind][name] = spec.target
+    mutated = []
+    for out in program.graph_signature.output_specs:
+        if out.kind is OutputKind.BUFFER_MUTATION and out.target is not None:
+            mutated.append(out.target)
+        elif out.kind is not OutputKind.USER_OUTPUT:
+            raise Refused(
+                f"the model's forward changes {out.target or 'its input'} in place, which can't be cut inside"
+            )
+    spec = program.call_spec
+    return Traced(
+        graph=program.graph_module,
+        parameters={key: first[id(every[target])] for key, target in kinds[InputKind.PARAMETER].items()},
+        buffers={key: first[id(every[target])] for key, target in kinds[InputKind.BUFFER].items()},
+        constants={key: program.constants[target] for key, target in kinds[InputKind.CONSTANT_TENSOR].items()},
+        arguments=tuple(flat),
+        mutated=tuple(mutated),
+        in_spec=spec.in_spec,
+        out_spec=spec.out_spec,
+    )
+
+
+def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
