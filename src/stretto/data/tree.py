@@ -23,15 +23,30 @@ def to_device(tree: Any, device: torch.device, floating: torch.dtype | None = No
     anything unknown is passed on as it is.
     """
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            return _moved(node, device, floating)
-        if isinstance(node, _LEAVES):
-            return node
+    def other(node: Any) -> Any:
         if isinstance(node, PackedSequence):
             moved = _moved(node.data, device, floating)
             sequence: Any = node  # torch's types know only some ways to call it
             return node if moved is node.data else sequence.to(device=device, dtype=moved.dtype)
+        # A dataset's objects are on the host, so there they are left alone: ``to`` may mean anything.
+        return node.to(device) if device.type != "cpu" and callable(getattr(node, "to", None)) else node
+
+    return mapped(tree, lambda tensor: _moved(tensor, device, floating), other)
+
+
+def mapped(
+    tree: Any, change: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any] = lambda node: node
+) -> Any:
+    """The same tree with ``change`` of its tensors, in its order, and ``other`` of what is neither tensor, plain value
+    nor container. Containers and their types are as :func:`to_device` says."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return change(node)
+        if isinstance(node, _LEAVES):
+            return node
+        if isinstance(node, PackedSequence):
+            return other(node)
         if isinstance(node, list | tuple):
             parts = [walk(value) for value in node]
             return node if all(map(operator.is_, parts, node)) else _sequence(node, parts)
@@ -40,8 +55,7 @@ def to_device(tree: Any, device: torch.device, floating: torch.dtype | None = No
         if dataclasses.is_dataclass(node):
             values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
             return _entries(node, values, walk, _dataclass)
-        # A dataset's objects are on the host, so there they are left alone: ``to`` may mean anything.
-        return node.to(device) if device.type != "cpu" and callable(getattr(node, "to", None)) else node
+        return other(node)
 
     return walk(tree)
 

@@ -51,7 +51,6 @@ def read(traced: Traced) -> Reading:
     found = Reading()
     known: dict[str, Dims] = {}
     used = {traced.parameters.get(node.name) for node in traced.graph.graph.nodes if node.users}
-    node: fx.Node
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder":
             name = traced.parameters.get(node.name)
@@ -125,8 +124,7 @@ def _unknown(found: Reading, node: fx.Node) -> Found:
     for value in _tensors((node.args, node.kwargs)):
         for dims in _each(found.dims[value]):
             found.block(dims, why)
-    value = node.meta.get("val")
-    if isinstance(value, list | tuple):
+    if isinstance(node.meta.get("val"), list | tuple):
         return tuple(found.axes.dims(shape, why) for shape in _shapes(node))
     return found.axes.dims(_shape(node), why)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
+from stretto.data import mapped
 from stretto.errors import Refused, one_line
 
 
@@ -24,8 +25,7 @@ class Traced:
         constants: placeholder -> a tensor that is neither.
         arguments: placeholders of what forward was called with, flat, in order.
         mutated: buffers that forward changes, in the order in which the graph gives their new values, ahead of it.
-        in_spec: how the arguments were flattened.
-        out_spec: how the output was.
+        output: the output, as a tree, with stand-ins for its tensors.
     """
 
     graph: fx.GraphModule
@@ -34,8 +34,7 @@ class Traced:
     constants: Mapping[str, torch.Tensor]
     arguments: tuple[str, ...]
     mutated: tuple[str, ...]
-    in_spec: Any
-    out_spec: Any
+    output: Any
 
 
 def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Traced:
@@ -44,12 +43,15 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
     Raises:
         Refused: what forward does depends on the data, or can't be traced.
     """
+    outputs: list[Any] = []
+    call = _Listed(module, (arguments, dict(keywords)), outputs.append)
+    call.train(module.training)
     try:
-        program = torch.export.export(module, arguments, dict(keywords), strict=False)
+        program = torch.export.export(call, (list(tensors_in(call.given)),), strict=False)
     except Exception as error:  # whatever the model does may fail in its own way
         raise Refused(f"the model can't be traced, so it can't be cut inside: {one_line(error)}") from error
-    first = {id(tensor): name for name, tensor in reversed(list(_named(module)))}
-    every = dict(_named(module))
+    first = {id(tensor): name for name, tensor in reversed(_named(module))}
+    every = {f"model.{name}": tensor for name, tensor in _named(module)}
     kinds: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     flat: list[str] = []
     for spec in program.graph_signature.input_specs:
@@ -61,12 +63,11 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
     mutated = []
     for out in program.graph_signature.output_specs:
         if out.kind is OutputKind.BUFFER_MUTATION and out.target is not None:
-            mutated.append(out.target)
+            mutated.append(out.target.removeprefix("model."))
         elif out.kind is not OutputKind.USER_OUTPUT:
             raise Refused(
                 f"the model's forward changes {out.target or 'its input'} in place, which can't be cut inside"
             )
-    spec = program.call_spec
     return Traced(
         graph=program.graph_module,
         parameters={key: first[id(every[target])] for key, target in kinds[InputKind.PARAMETER].items()},
@@ -74,9 +75,43 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
         constants={key: program.constants[target] for key, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         arguments=tuple(flat),
         mutated=tuple(mutated),
-        in_spec=spec.in_spec,
-        out_spec=spec.out_spec,
+        output=outputs[-1],
     )
+
+
+class _Listed(nn.Module):
+    """A call of a model that takes the tensors of its arguments as a list and gives those of its output as one."""
+
+    def __init__(self, model: nn.Module, given: Any, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.model = model
+        self.given = given
+        self.note = note  # export takes back what a module sets on itself while it is traced
+
+    def forward(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The output's tensors; the tree around them is kept."""
+        arguments, keywords = filled(self.given, values)
+        output = self.model(*arguments, **keywords)
+        self.note(output)
+        return list(tensors_in(output))
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a tree, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(tree, note)
+    yield from found
+
+
+def filled(tree: Any, values: Iterable[torch.Tensor]) -> Any:
+    """The tree with other tensors."""
+    left = iter(values)
+    return mapped(tree, lambda _: next(left))
 
 
 def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -12,23 +12,25 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from stretto.comm.members import Members
+from stretto.data import mapped
 from stretto.errors import Refused
 from stretto.graph.cut import Cut, Part, follow_cut, plan_cut, report
 from stretto.graph.localize import DROP, ENTER, LEAVE, Localizer
 from stretto.graph.rules import read
-from stretto.graph.trace import Traced, trace
+from stretto.graph.trace import Traced, filled, tensors_in, trace
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, trained
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
 from stretto.state import Box, assign_owners
+
+_NOTHING: Final = torch.empty(0)
 
 
 class Tensor(Placed):
@@ -154,7 +156,7 @@ class _Program:
         traced = self.traced
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         named = {**traced.parameters, **traced.buffers}
-        given = dict(zip(traced.arguments, pytree.tree_leaves((arguments, dict(keywords))), strict=True))
+        given = dict(zip(traced.arguments, tensors_in((arguments, dict(keywords))), strict=True))
         values = []
         for node in traced.graph.graph.nodes:
             if node.op == "placeholder":
@@ -166,14 +168,14 @@ class _Program:
         with torch.no_grad():
             for name, value in zip(traced.mutated, found, strict=False):
                 tensors[name].copy_(value)
-        return pytree.tree_unflatten(list(found[len(traced.mutated) :]), traced.out_spec)
+        return filled(traced.output, found[len(traced.mutated) :])
 
 
 def _key(training: bool, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """What a trace holds for: the mode, the shapes, and every number that isn't in a tensor."""
-    leaves, spec = pytree.tree_flatten((arguments, dict(keywords)))
-    told = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-    return training, str(spec), tuple(told)
+    given = (arguments, dict(keywords))
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
+    return training, shapes, repr(mapped(given, lambda _: _NOTHING))
 
 
 def _parts(cut: Cut, traced: Traced, rank: int) -> dict[str, Part]:
