@@ -110,8 +110,13 @@ def assemble(
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, why = _may_reduce_once(template, plan, group)
+    if plan.tp > 1 and compute != torch.float64 and task.recipe.precision != "fp32":
+        raise Refused(
+            f"plan {plan}: precision={task.recipe.precision} rounds each rank's part of a sum before it is added up; "
+            "how far that is from one device is not stated yet, so tp takes fp32 and fp64"
+        )
     example = _example(task, plan, template, dataset) if plan.tp > 1 else None
-    manner = Manner(compute if narrow else torch.float32, whole_tensors, once, example)
+    manner = Manner(compute if narrow else torch.float32, whole_tensors, once, example, task.recipe.precision)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)

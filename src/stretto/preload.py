@@ -21,6 +21,11 @@ _BY_ZERO: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
 )
 
 
+BY_TP: Final = ("torch.export._trace", "networkx", "stretto.parallel.tensor")
+
+
 def preloads(plan: Plan | None) -> tuple[str, ...]:
     """Modules that the workers of ``plan`` need, so that they start at once; None: a plan that isn't known yet."""
-    return _ALWAYS if plan is None else (*_ALWAYS, *_BY_ZERO.get(plan.zero, ()))
+    if plan is None:
+        return _ALWAYS
+    return (*_ALWAYS, *_BY_ZERO.get(plan.zero, ()), *(BY_TP if plan.tp > 1 else ()))

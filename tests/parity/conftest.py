@@ -20,7 +20,7 @@ TASK_LIBRARIES = (
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher((*preloads(["dp=2,zero=3"]), *TASK_LIBRARIES)) as running:
+    with LocalLauncher((*preloads(["dp=2,zero=3", "tp=2"]), *TASK_LIBRARIES)) as running:
         yield running
 
 

@@ -57,7 +57,7 @@ def found(*steps: tuple[StepFacts, StepFacts], record: ReferenceRecord = RECORD)
 
 
 def look(*steps: tuple[StepFacts, StepFacts], record: ReferenceRecord = RECORD) -> Divergence | None:
-    ranks = [RankFacts(rank=rank, steps=tuple(step[rank] for step in steps)) for rank in (1, 0)]
+    ranks = [RankFacts(rank=rank, share=rank, steps=tuple(step[rank] for step in steps)) for rank in (1, 0)]
     return first_divergence(record, ranks)
 
 
@@ -75,7 +75,7 @@ def test_what_is_within_the_bounds_is_none() -> None:
 
 
 def test_facts_survive_json() -> None:
-    ranks = RankFacts(rank=1, steps=(replace(GOOD[0], tensors=(fact(ratio=2.0),)),), left_out={"layer": 3})
+    ranks = RankFacts(rank=1, share=1, steps=(replace(GOOD[0], tensors=(fact(ratio=2.0),)),), left_out={"layer": 3})
     assert RankFacts.from_json(json.loads(json.dumps(ranks.to_json()))) == ranks
     assert ReferenceRecord.from_json(json.loads(json.dumps(RECORD.to_json()))) == RECORD
 

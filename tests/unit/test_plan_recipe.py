@@ -50,7 +50,7 @@ def test_a_plan_that_means_nothing_is_one_line(text: str, says: str) -> None:
     assert not isinstance(caught.value, Refused)
 
 
-@pytest.mark.parametrize("text", ["tp=2", "pp=4", "schedule=1f1b"])
+@pytest.mark.parametrize("text", ["pp=4", "schedule=1f1b"])
 def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
     with pytest.raises(Refused, match=f"{text.split('=')[0]}.*not built yet"):
         Plan.parse(text)
@@ -88,9 +88,9 @@ def test_a_mesh_places_ranks_row_major() -> None:
 
 
 def test_the_everyday_spelling_chooses_the_axis() -> None:
-    assert Plan(dp=4).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1))
-    assert Plan(dp=4, zero=3).mesh.axes == (("dp_replicate", 1), ("dp_shard", 4))
-    assert Plan(dp=4, zero=1).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1))
+    assert Plan(dp=4).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
+    assert Plan(dp=4, zero=3).mesh.axes == (("dp_replicate", 1), ("dp_shard", 4), ("tp", 1))
+    assert Plan(dp=4, zero=1).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
 
 
 @pytest.mark.parametrize("text", ["dp_replicate=2,dp_shard=2", "dp=4,dp_shard=2", "dp=4,dp_replicate=2"])
@@ -118,3 +118,14 @@ def test_hybrid_sharding_has_one_meaning_however_it_is_spelt(text: str) -> None:
 def test_a_recipe_names_the_field_that_is_wrong(fields: dict[str, object], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         Recipe(**{"batch": 4, "steps": 2, **fields})  # type: ignore[arg-type]
+
+
+def test_tensor_parallel_ranks_are_innermost_and_multiply() -> None:
+    plan = Plan.parse("dp=2,tp=3,microbatches=2")
+    assert plan.world_size == 6 and str(plan) == "dp=2,tp=3,microbatches=2"
+    assert plan.mesh.lines("tp") == ((0, 1, 2), (3, 4, 5))
+    assert plan.mesh.lines("dp_replicate", "dp_shard") == ((0, 3), (1, 4), (2, 5))
+    assert Plan.parse("tp=2", workers=6) == Plan(dp=3, tp=2)
+    assert plan.on(3) == Plan(dp=1, tp=3, microbatches=2) and plan.on(4) == Plan(dp=4, microbatches=2)
+    with pytest.raises(Refused, match=r"tp=2 with zero=1 .*not built yet"):
+        Plan.parse("dp=2,tp=2,zero=1")

@@ -10,44 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from stretto.errors import Refused
 from stretto.graph.axes import Axis, Dim, Dims, leaves
 from stretto.graph.rules import Reading, _each
 from stretto.graph.trace import Traced
-from stretto.state import Box
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank holds of a parameter.
-
-    Args:
-        boxes: in logical indices; laid one after another along ``dim`` they make the local tensor.
-        dim: the dimension that is cut; 0 where none is.
-        axis_size: of the axis that is cut, all of it; 0 where none is.
-        inner: how many elements of the dimension belong to each index of the axis.
-    """
-
-    boxes: tuple[Box, ...]
-    dim: int = 0
-    axis_size: int = 0
-    inner: int = 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the local tensor."""
-        extent = list(self.boxes[0].shape)
-        if extent:
-            extent[self.dim] = sum(box.shape[self.dim] for box in self.boxes)
-        return tuple(extent)
-
-    def places(self) -> list[tuple[Box, slice]]:
-        """Each box, and where along ``dim`` it lies in the local tensor."""
-        extents = [box.shape[self.dim] if box.shape else 1 for box in self.boxes]
-        edges = [sum(extents[:place]) for place in range(len(extents) + 1)]
-        return [(box, slice(first, last)) for box, (first, last) in zip(self.boxes, pairwise(edges), strict=True)]
+from stretto.state import Box, Part
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
@@ -44,12 +46,18 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
         Refused: what forward does depends on the data, or can't be traced.
     """
     outputs: list[Any] = []
+    drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
     call = _Listed(module, (arguments, dict(keywords)), outputs.append)
     call.train(module.training)
     try:
         program = torch.export.export(call, (list(tensors_in(call.given)),), strict=False)
     except Exception as error:  # whatever the model does may fail in its own way
         raise Refused(f"the model can't be traced, so it can't be cut inside: {one_line(error)}") from error
+    if drawn != (random.getstate(), numpy.random.get_state()[1].tobytes()):  # type: ignore[index]
+        raise Refused(
+            "the model's forward draws random numbers from Python or NumPy, and a trace draws them only once; "
+            "draw them from torch"
+        )
     first = {id(tensor): name for name, tensor in reversed(_named(module))}
     every = {f"model.{name}": tensor for name, tensor in _named(module)}
     kinds: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}

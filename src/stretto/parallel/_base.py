@@ -17,8 +17,7 @@ from torch import nn
 
 from stretto.comm.group import Group
 from stretto.comm.members import Members
-from stretto.graph.cut import Part
-from stretto.state import Box, Shares, Slice, StateSource, TensorSpec
+from stretto.state import Box, Part, Shares, Slice, StateSource, TensorSpec
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments and keywords of a call."""
@@ -55,7 +54,7 @@ class Manner:
     Args:
         compute: the type of the copies that forward uses in place of float32 parameters; float32: the parameters.
         whole_tensors: the optimizer looks at whole tensors, so each has one owner who updates all of it.
-        example: a call of the model, for layouts that trace it.
+        example: a call of the model, for layouts that trace it; ``precision`` is what it is traced in.
         reduce_once: gradients of several microbatches may be added up whole on each rank and reduced once a step;
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
     """
@@ -64,6 +63,7 @@ class Manner:
     whole_tensors: bool = False
     reduce_once: bool = True
     example: Call | None = None
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Place:
 
     Args:
         spec: name, logical shape and type; ``spec.name`` is the parameter's name in the model.
-        box: the part of it that lies here.
-        local: a plain parameter over that part, of shape ``box.shape``; what an optimizer updates.
+        part: what of it lies here; mostly one box.
+        local: a plain parameter over that part, of shape ``part.shape``; what an optimizer updates.
         compute: the module's own parameter, which forward uses and at which backward leaves the gradient; in a lower
             precision a copy of ``local``, which :meth:`Applied.refresh` makes.
         owner: this rank answers for the part in checkpoints and digests.
@@ -82,23 +82,31 @@ class Place:
         shares: which part of it each rank updates, where each needs the sum of its own part alone; None where every
             rank updates all that it holds.
         sparse: its gradients are sparse.
-        part: the boxes of a parameter that ``tp`` cuts, of which ``box`` is the first; None where it is one box.
     """
 
     spec: TensorSpec
-    box: Box
+    part: Part
     local: nn.Parameter
     compute: nn.Parameter
     owner: bool
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
-    part: Part | None = None
+
+    @property
+    def box(self) -> Box:
+        """The first box of the part."""
+        return self.part.boxes[0]
+
+    @property
+    def cut(self) -> bool:
+        """Whether ``tp`` cuts it, so that ranks that share their samples have different parts."""
+        return self.part.cut
 
     @property
     def pieces(self) -> list[tuple[Box, tuple[slice, ...]]]:
         """Each box, and where it lies in ``local``."""
-        if self.part is None:
+        if len(self.part.boxes) == 1:
             return [(self.box, (slice(None),) * len(self.box.starts))]
         ahead = (slice(None),) * self.part.dim
         return [(box, (*ahead, where)) for box, where in self.part.places()]
@@ -106,7 +114,7 @@ class Place:
     def gather(self, read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
         """What lies here, put together from its boxes."""
         found = [read(box) for box, _ in self.pieces]
-        return found[0] if self.part is None or len(found) == 1 else torch.cat(found, self.part.dim)
+        return found[0] if len(found) == 1 else torch.cat(found, self.part.dim)
 
     @property
     def lead(self) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from stretto.parallel._base import Place
 from stretto.parallel.template import Template
-from stretto.state import Box, Shares, TensorSpec
+from stretto.state import Box, Part, Shares, TensorSpec
 
 
 def narrowed(template: Template, compute: torch.dtype) -> dict[str, torch.dtype]:
@@ -32,7 +32,7 @@ def sparse_parameters(module: nn.Module) -> set[str]:
 
 def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, sparse: bool = False) -> Place:
     """A parameter that every rank updates, all of it."""
-    return Place(spec, Box.whole(spec.shape), trained(spec, compute), compute, owner=owner, sparse=sparse)
+    return Place(spec, Part((Box.whole(spec.shape),)), trained(spec, compute), compute, owner=owner, sparse=sparse)
 
 
 def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, rank: int) -> Place:
@@ -40,7 +40,7 @@ def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, rank: i
     holders = [holder for holder, box in enumerate(shares) if box.numel] or [0]
     mine = nn.Parameter(compute.detach()[shares[rank].within(Box.whole(spec.shape))], compute.requires_grad)
     local = trained(spec, mine)
-    return Place(spec, shares[rank], local, compute, owner=rank in holders, shares=shares)
+    return Place(spec, Part((shares[rank],)), local, compute, owner=rank in holders, shares=shares)
 
 
 def trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:
@@ -56,7 +56,8 @@ def copy_down(places: Iterable[Place]) -> None:
     """Brings every copy up to date with this rank's part of its parameter."""
     for place in places:
         if not place.summed and place.local.dtype != place.compute.dtype:
-            place.compute[place.box.within(Box.whole(place.spec.shape))].copy_(place.local)
+            here = place.compute if place.cut else place.compute[place.box.within(Box.whole(place.spec.shape))]
+            here.copy_(place.local)
 
 
 def lay_flat(parameters: Mapping[str, nn.Parameter], offsets: Mapping[str, int], flat: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, whole_place
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
-from stretto.state import TensorSpec, assign_owners
+from stretto.state import Part, TensorSpec, assign_owners
 from stretto.state.shares import cut_rows
 
 
@@ -81,7 +81,7 @@ class Sharded(Placed):
         box = cut_rows(spec.shape, self.ranks.shards.size)[self.ranks.shards.rank]
         owner = self.ranks.replicas.rank == 0
         mine = nn.Parameter(local, parameter.requires_grad)
-        return Place(spec, box, mine, cast(nn.Parameter, parameter), owner=owner, summed=True)
+        return Place(spec, Part((box,)), mine, cast(nn.Parameter, parameter), owner=owner, summed=True)
 
     @property
     def communicates(self) -> bool:

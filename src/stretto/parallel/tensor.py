@@ -20,7 +20,7 @@ from torch import fx, nn
 from stretto.comm.members import Members
 from stretto.data import mapped
 from stretto.errors import Refused
-from stretto.graph.cut import Cut, Part, follow_cut, plan_cut, report
+from stretto.graph.cut import Cut, follow_cut, plan_cut, report
 from stretto.graph.localize import DROP, ENTER, LEAVE, Localizer
 from stretto.graph.rules import read
 from stretto.graph.trace import Traced, filled, tensors_in, trace
@@ -28,7 +28,8 @@ from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, trained
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
-from stretto.state import Box, assign_owners
+from stretto.precision import computing
+from stretto.state import Part, assign_owners
 
 _NOTHING: Final = torch.empty(0)
 
@@ -47,8 +48,8 @@ class Tensor(Placed):
         self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
         self._programs: dict[Any, _Program] = {}
         assert manner.example is not None
-        self._whole.train()
-        traced = trace(self._whole, *manner.example)
+        with computing(manner.precision, ranks.everyone.device.type):
+            traced = trace(self._whole.train(), *manner.example)
         self._cut = plan_cut(read(traced), traced, ranks.tensor.size)
         self.told = report(self._cut, traced)
         if not self._cut.axes:
@@ -64,17 +65,16 @@ class Tensor(Placed):
     def _settle(self, template: Template) -> dict[str, Place]:
         """What tp cuts has an owner among the ranks of one part; the rest among all."""
         world, everyone = self.ranks.world, self.ranks.everyone
-        cut = {name for name, part in self._parts.items() if part.boxes != (Box.whole(template.specs[name].shape),)}
+        cut = {name for name, part in self._parts.items() if part.cut}
         inside = assign_owners((spec for name, spec in template.specs.items() if name in cut), world.size)
         outside = assign_owners((spec for name, spec in template.specs.items() if name not in cut), everyone.size)
         sparse = sparse_parameters(self.module)
         found = {}
         for name, parameter in self.module.named_parameters():
-            spec, part = template.specs[name], self._parts[name] if name in cut else None
+            spec = template.specs[name]
             owner = inside[name] == world.rank if name in cut else outside[name] == everyone.rank
-            box = part.boxes[0] if part else Box.whole(spec.shape)
             local = trained(spec, parameter)
-            found[name] = Place(spec, box, local, parameter, owner=owner, sparse=name in sparse, part=part)
+            found[name] = Place(spec, self._parts[name], local, parameter, owner=owner, sparse=name in sparse)
         return found
 
     # ---- running
@@ -91,9 +91,8 @@ class Tensor(Placed):
 
     def _another(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Program:
         """For another mode or other shapes: the same cut of the same parameters."""
-        self._whole.train(self.module.training)
-        with torch.enable_grad():
-            traced = trace(self._whole, arguments, keywords)
+        with torch.enable_grad():  # in the precision that surrounds every forward
+            traced = trace(self._whole.train(self.module.training), arguments, keywords)
         cut = follow_cut(read(traced), traced, self._parts, self.ranks.tensor.size)
         return self._program(traced, cut)
 

@@ -2,6 +2,7 @@
 
 from stretto.state.logical import Box, Slice, TensorSpec, tiling_fault
 from stretto.state.owners import assign_owners
+from stretto.state.part import Part
 from stretto.state.shares import Bucket, Shares, deal, pack
 from stretto.state.source import MemorySource, SliceSource, StateSource
 
@@ -9,6 +10,7 @@ __all__ = [
     "Box",
     "Bucket",
     "MemorySource",
+    "Part",
     "Shares",
     "Slice",
     "SliceSource",

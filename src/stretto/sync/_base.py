@@ -41,8 +41,8 @@ class Part(Protocol):
         """Whether its gradients are sparse."""
 
     @property
-    def part(self) -> object | None:
-        """What ``tp`` leaves here of it; None where it cuts nothing of it."""
+    def cut(self) -> bool:
+        """Whether ``tp`` cuts it."""
 
 
 class Ranks(Protocol):

@@ -46,7 +46,7 @@ class ExactSum:
         shares: dict[str, Shares] = {name: p.shares for name, p in dense.items() if p.shares is not None}
         packed = []
         for cut in (False, True):  # apart, as in the norm each rank answers for its own part of what tp cuts
-            held = [_held(place) for place in reversed(dense.values()) if (place.part is not None) == cut]
+            held = [_held(place) for place in reversed(dense.values()) if place.cut == cut]
             packed += pack(held, shares, bucket_bytes)
         kind = Kept if keep else Passing
         self._buckets: list[GradientBucket] = [kind(bucket, dense, self._world) for bucket in packed]
@@ -180,7 +180,7 @@ class ExactSum:
         parts = []
         for bucket in self._buckets:
             place = self._layout.places[bucket.names[0]]
-            alike = everyone if place.part is None else world
+            alike = world if place.cut else everyone
             parts.append(bucket.own.tensor_split(alike.size)[alike.rank] if place.shares is None else bucket.own)
         sparse = [gradient._values() for gradient in self._sparse.values() if gradient is not None]
         parts += [values.tensor_split(everyone.size)[everyone.rank] for values in sparse]

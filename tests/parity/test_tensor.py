@@ -1,0 +1,64 @@
+"""``tp``: layers cut inside, of models that know nothing of it; one device's numbers, or a refusal with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity import Figures, check, kinds, prove
+from stretto.launch import Job, LocalLauncher
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPERS = str(ROOT / "tests" / "helpers")
+GPT = {"depth": "1", "width": "32", "context": "16", "heads": "4", "batch": "4", "precision": "fp64"}
+PLANS = ("tp=2", "tp=3,microbatches=2", "dp=2,tp=2")
+# What is cut: heads in a fused weight, heads with keys of their own and with shared ones, gated layers, towers.
+CUTTABLE = ("gpt", "llama", "bert", "ranking", "ignored_labels", "mlp_dropout")
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_a_model_cut_inside_has_the_numbers_of_one_device(launcher: LocalLauncher, figures: Figures, name: str) -> None:
+    """Four heads on three ranks are 2, 1 and 1; dropout inside a cut layer draws what the whole would."""
+    kind = kinds(name)[0]
+    check(prove(launcher, name, PLANS, {"kind": kind} if name != "mlp_dropout" else {}), f"{name} {kind}", figures)
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "says"),
+    [
+        ("digits", {}, "is a BatchNorm, which tp can't cut yet"),
+        (
+            "lstm",
+            {},
+            "tp=2 finds nothing to cut in this model; embedding.weight: whole: an embedding looks its rows up",
+        ),
+        ("llama", {"precision": "bf16"}, "tp takes fp32 and fp64"),
+    ],
+)
+def test_what_tp_can_t_do_is_refused_with_the_reason(
+    launcher: LocalLauncher, name: str, sets: dict[str, str], says: str
+) -> None:
+    (plan,) = prove(launcher, name, ("tp=2",), sets).plans
+    assert plan.status == "refused" and says in str(plan.reason), plan
+
+
+def run(launcher: LocalLauncher, entry: str, workers: int, **payload: Any) -> list[Any]:
+    result = launcher.run(Job(f"tensor_entries:{entry}", payload, workers, python_path=(HELPERS,)))
+    assert result.failure is None, result.failure.text
+    return [result.results[member] for member in sorted(result.results)]
+
+
+def test_a_transformer_block_costs_two_messages_forward_and_two_backward(launcher: LocalLauncher) -> None:
+    for found in run(launcher, "messages", 2, task=str(ROOT / "examples" / "gpt"), plan="tp=2", sets=GPT):
+        assert found == {"forward": 2, "backward": 2, "elements": [4 * 16 * 32]}, "activations, and never the logits"
+
+
+def test_a_rank_holds_its_part_of_what_is_cut(launcher: LocalLauncher) -> None:
+    for found in run(launcher, "parts", 2, task=str(ROOT / "examples" / "gpt"), plan="tp=2", sets=GPT):
+        assert found["cut"] and found["held"] == pytest.approx(found["cut"] / 2, rel=0.01)
+        assert found["whole"] == found["kept"], "the rest is there whole"
+        assert {name.rpartition(".")[0] for name in found["names"]} == {
+            f"blocks.0.{layer}" for layer in ("query_key_value", "attention_out", "mlp_up", "mlp_down")
+        }
