@@ -40,7 +40,7 @@ class ExactSum:
 
     def __init__(self, layout: Layout, keep: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._layout, self._keep = layout, keep
-        self._world, self._replicas = layout.ranks.world, layout.ranks.replicas
+        self._everyone, self._world, self._replicas = layout.ranks.everyone, layout.ranks.world, layout.ranks.replicas
         own = {n: place for n, place in layout.places.items() if not place.summed and place.compute.requires_grad}
         dense = {name: place for name, place in own.items() if not place.sparse}
         shares: dict[str, Shares] = {name: p.shares for name, p in dense.items() if p.shares is not None}
@@ -176,7 +176,7 @@ class ExactSum:
 
     def square_sum(self) -> torch.Tensor:
         """See :class:`Sync`. Of what is the same on several ranks, each answers for one piece."""
-        world, everyone, replicas = self._world, self._layout.ranks.everyone, self._replicas
+        world, everyone, replicas = self._world, self._everyone, self._replicas
         parts = []
         for bucket in self._buckets:
             place = self._layout.places[bucket.names[0]]

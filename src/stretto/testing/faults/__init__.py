@@ -4,6 +4,15 @@ Each is a function of the rank that changes the engine *in the calling process o
 ``stretto.verify.verify(..., plant="stretto.testing.faults:dropped_reduction")`` calls it in every worker of a plan.
 """
 
+from stretto.testing.faults.layers import (
+    another_ranks_heads,
+    bias_on_every_rank,
+    dropout_of_a_part_draws_its_own,
+    gradient_of_one_part,
+    norm_counts_whole_parameters_on_each_rank,
+    partial_sums_not_added,
+    samples_counted_on_each_rank,
+)
 from stretto.testing.faults.measures import (
     ghost_in_batch_statistics,
     local_batch_statistics,
@@ -47,13 +56,17 @@ from stretto.testing.faults.updates import (
 )
 
 __all__ = [
+    "another_ranks_heads",
     "applied_on_one_rank",
+    "bias_on_every_rank",
     "bucket_that_never_fills",
     "clipped_while_scaled",
     "counted_ghost",
+    "dropout_of_a_part_draws_its_own",
     "dropped_reduction",
     "dropped_shard_reduction",
     "ghost_in_batch_statistics",
+    "gradient_of_one_part",
     "local_batch_statistics",
     "local_running_statistics",
     "lost_group",
@@ -62,6 +75,7 @@ __all__ = [
     "no_masters",
     "nominal_divisor",
     "nominal_gradient_divisor",
+    "norm_counts_whole_parameters_on_each_rank",
     "norm_of_every_copy",
     "norm_of_every_replica",
     "norm_of_one_replica",
@@ -69,8 +83,10 @@ __all__ = [
     "only_the_last_microbatch",
     "other_initial_weights",
     "overflow_decided_alone",
+    "partial_sums_not_added",
     "repeated_samples",
     "replicas_not_added",
+    "samples_counted_on_each_rank",
     "scale_halved_alone",
     "shares_not_gathered",
     "shares_of_another_owner",

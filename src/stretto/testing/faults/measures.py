@@ -79,7 +79,7 @@ def norm_of_every_replica(rank: int) -> None:
 
 def norm_of_every_copy(rank: int) -> None:
     """The norm counts what is whole on every rank once for each rank."""
-    _count_all("_world")
+    _count_all("_everyone")
 
 
 def _count_all(members: str) -> None:

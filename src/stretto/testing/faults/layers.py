@@ -1,0 +1,80 @@
+"""Faults of layers that are cut inside (``tp``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def partial_sums_not_added(rank: int) -> None:
+    """What each rank adds up over its part of a layer is taken for the whole sum."""
+    from stretto.parallel import tensor
+
+    tensor._Leave.forward = lambda self, x: x  # type: ignore[method-assign]
+
+
+def gradient_of_one_part(rank: int) -> None:
+    """What enters a cut layer gets this rank's gradient alone, not the sum over ranks."""
+    from stretto.parallel import tensor
+
+    tensor._Enter.forward = lambda self, x: x  # type: ignore[method-assign]
+
+
+def bias_on_every_rank(rank: int) -> None:
+    """Each rank adds the bias to its part of a sum, so that it comes once for each rank."""
+    from stretto.graph.localize import Localizer
+
+    honest = Localizer._contract
+
+    def contract(self: Localizer, node: Any, axis: Any) -> Any:
+        new = honest(self, node, axis)
+        if new.target is torch.ops.aten.add.Tensor:
+            new.kwargs = {"alpha": self._cut.degree}
+        return new
+
+    Localizer._contract = contract  # type: ignore[method-assign]
+
+
+def another_ranks_heads(rank: int) -> None:
+    """A rank holds another rank's rows of the first weight that is cut, and its own of all others."""
+    from stretto.parallel import tensor
+
+    honest = tensor._parts
+
+    def parts(cut: Any, traced: Any, place: int) -> Any:
+        own, other = honest(cut, traced, place), honest(cut, traced, (place + 1) % cut.degree)
+        first = next(name for name, part in own.items() if part.cut)
+        return {**own, first: other[first]}
+
+    vars(tensor)["_parts"] = parts
+
+
+def norm_counts_whole_parameters_on_each_rank(rank: int) -> None:
+    """In the norm of the gradient what is not cut counts once for each rank of the tensor group."""
+    from stretto.sync.exact import ExactSum
+
+    honest = ExactSum.square_sum
+
+    def square_sum(self: ExactSum) -> torch.Tensor:
+        self._everyone = self._world
+        return honest(self)
+
+    ExactSum.square_sum = square_sum  # type: ignore[method-assign]
+
+
+def dropout_of_a_part_draws_its_own(rank: int) -> None:
+    """Dropout inside a cut layer draws numbers for the part alone, so they are not those of the whole."""
+    from stretto.parallel import tensor
+
+    def drop(self: Any, x: torch.Tensor, rate: float, *_: Any) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, rate)
+
+    tensor._Drop.forward = drop  # type: ignore[assignment, method-assign]
+
+
+def samples_counted_on_each_rank(rank: int) -> None:
+    """Ranks that share their samples count them each, in the sums of loss and weight."""
+    from stretto.parallel import _base
+
+    _base.Ranks.counts = True  # type: ignore[assignment, method-assign]
