@@ -114,7 +114,7 @@ def refuse_overlaps(module: nn.Module) -> None:
     the same: on one device an update of one would change the other; layouts give each memory of its own."""
     by_memory: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+        if not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for together in by_memory.values():
         if len(together) > 1 and any(tensor.requires_grad for _, tensor in together):
