@@ -14,6 +14,7 @@ from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.machinery import Machinery
 from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Call, Manner, Template, apply
+from stretto.parallel.template import refuse_overlaps
 from stretto.plan import Plan
 from stretto.precision import COMPUTE, cast_model, retyped
 from stretto.probes import Findings, optimizer_reach, refusal
@@ -34,6 +35,7 @@ def build_template(task: Task) -> Template:
     seed_everything(task.recipe.seed)
     try:
         module = task.model()
+        refuse_overlaps(module)  # a cast would part them
         changed = retyped(module, task.recipe.precision)
         return Template(cast_model(module, task.recipe.precision), changed)
     finally:
@@ -126,7 +128,7 @@ def assemble(
         sync=build_sync(task.recipe.sync, applied, keep=applied.reduces_once),
         optimizer=optimizer,
         schedule=task.schedule(optimizer.optimizer),
-        note=_said(plan, once, applied.reduces_once, why),
+        note="; ".join(filter(None, (applied.note, _said(plan, once, applied.reduces_once, why)))),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from stretto.assemble import assemble, disassemble, fitting, open_data, retyped_notes
 from stretto.best import BestSoFar
 from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, json_only, snapshot_slices
-from stretto.comm.group import Group
+from stretto.comm.group import SHARED_MEMORY, Group
 from stretto.data import (
     BatchHandle,
     Piece,
@@ -90,6 +90,7 @@ class Run:
         if group.transport.startswith("gloo ("):
             self._notes.append(f"the workers talk over {group.transport}, which is slower than shared memory")
         self._notes += [self._on.note, *retyped_notes(prepared.template, self.recipe.precision)]
+        self._peak_bytes = self._peak_now()  # before the template goes: what was shared then is known only now
         prepared.template.release()
         self._saved = self._progress.step
         self._evaluated: tuple[int, dict[str, float]] | None = None
@@ -353,8 +354,7 @@ class Run:
         if self._saved != self._progress.step or self._best.due(self._progress.step):
             self._save(tuple)  # nothing is trained any more, so no copy is needed
         self._writer.wait()
-        sharers = self._group.size if self._group.transport == "shared memory" else 1
-        peak = int(self._group.maximum(float(peak_rss_bytes(sharers) - self._context.imports_rss_bytes)))
+        peak = int(self._group.maximum(float(max(self._peak_bytes, self._peak_now()))))
         summary = {
             "final_loss": self._progress.loss,
             "steps": self._progress.step,
@@ -378,6 +378,10 @@ class Run:
         self._events.write("finish", steps=self._progress.step)
         self._close()
         return summary
+
+    def _peak_now(self) -> int:
+        sharers = self._group.size if self._group.transport == SHARED_MEMORY else 1
+        return peak_rss_bytes(sharers) - self._context.imports_rss_bytes
 
     def _close(self) -> None:
         self._finished = True

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runs import Starter
 from stretto.elastic.ledger import audit
-from stretto.launch import Job, JobResult, LocalLauncher
+from stretto.launch import LocalLauncher
 from stretto.observe.events import read_lines
-from stretto.order import TrainOrder
 from stretto.plan import Plan
 from stretto.preload import preloads
 
@@ -35,42 +34,10 @@ TINY = {
 SMALL = {"length": 23, "batch": 4, "steps": 30, "counts": False}  # six batches an epoch, the last one short
 
 
-@dataclass
-class Starter:
-    """Starts and resumes runs as the command line does."""
-
-    launcher: LocalLauncher
-    notes: list[str]
-
-    def start(
-        self, run: Path, task: Path, sets: dict[str, Any], plan: str, attempt: int = 1, stop: int | None = None
-    ) -> JobResult:
-        run.mkdir(exist_ok=True)
-        order = TrainOrder(str(task), sets, plan, "test", str(run), attempt > 1, attempt, stop)
-        job = Job(
-            "stretto.training:work",
-            order.to_payload(),
-            Plan.parse(plan).world_size,
-            prepare="stretto.training:prepare",
-            first_member=1 + 10 * attempt,
-            attempt=attempt,
-            log_dir=run / "logs",
-        )
-        return self.launcher.run(job, on_event=lambda member, event: self._hear(event))
-
-    def _hear(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "note":
-            self.notes.append(event["text"])
-
-    def good(self, *arguments: Any, **more: Any) -> None:
-        result = self.start(*arguments, **more)
-        assert result.exit_code == 0, result.failure
-
-
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
     with LocalLauncher(preloads(Plan(dp=2, zero=3))) as launcher:
-        yield Starter(launcher, [])
+        yield Starter(launcher)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +45,7 @@ def undisturbed(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> d
     folders = {}
     for task, sets in ((GPT, TINY), (ODD, SMALL)):
         folders[task] = tmp_path_factory.mktemp("whole") / "run"
-        starter.good(folders[task], task, sets, "dp=1")
+        starter.good(folders[task], task, "dp=1", **sets)
     return folders
 
 
@@ -114,9 +81,9 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been_re04_re12(
     starter: Starter, undisturbed: dict[Path, Path], tmp_path: Path, task: Path, sets: dict[str, Any], plans: list[str]
 ) -> None:
     run = tmp_path / "run"
-    starter.good(run, task, sets, plans[0], stop=7)
-    starter.good(run, task, sets, plans[1], attempt=2, stop=17)
-    starter.good(run, task, sets, plans[2], attempt=3)
+    starter.good(run, task, plans[0], stop=7, **sets)
+    starter.good(run, task, plans[1], attempt=2, stop=17, **sets)
+    starter.good(run, task, plans[2], attempt=3, **sets)
     same(run, undisturbed[task])
     report = audit(run)
     assert report.ok, report.faults
@@ -131,9 +98,9 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been_re04_re12(
 def test_a_low_precision_goes_on_to_the_bit_re10(starter: Starter, tmp_path: Path, precision: str, plan: str) -> None:
     """Float32 masters, moments, the loss scale and its count of good steps are kept, not made anew from the copies."""
     sets = {"precision": precision, "steps": 12}
-    starter.good(tmp_path / "whole", LSTM, sets, plan)
-    starter.good(tmp_path / "run", LSTM, sets, plan, stop=7)
-    starter.good(tmp_path / "run", LSTM, sets, plan, attempt=2)
+    starter.good(tmp_path / "whole", LSTM, plan, **sets)
+    starter.good(tmp_path / "run", LSTM, plan, stop=7, **sets)
+    starter.good(tmp_path / "run", LSTM, plan, attempt=2, **sets)
     ends = []
     for run in (tmp_path / "whole", tmp_path / "run"):
         manifest = json.loads((run / "checkpoints" / "step-00000012" / "manifest.json").read_text())
@@ -150,7 +117,7 @@ def test_digests_do_not_depend_on_the_plan(starter: Starter, tmp_path: Path) -> 
     found = []
     for plan in ("dp=1", "dp=2,zero=3", "dp=3", "dp=2,zero=1"):
         run = tmp_path / plan
-        starter.good(run, ODD, {**SMALL, "lr": 0.0, "decay": 0.0, "steps": 1}, plan)
+        starter.good(run, ODD, plan, **{**SMALL, "lr": 0.0, "decay": 0.0, "steps": 1})
         manifest = json.loads((run / "checkpoints" / "step-00000001" / "manifest.json").read_text())
         found.append({n: t["digest"] for n, t in manifest["tensors"].items() if n.startswith("model/")})
     assert found[0] == found[1] == found[2] == found[3]
@@ -162,14 +129,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     run = tmp_path / "run"
     sets = {**SMALL, "save_every": 5, "keep": 3}
-    starter.good(run, ODD, sets, "dp=2", stop=13)
+    starter.good(run, ODD, "dp=2", stop=13, **sets)
     newest = run / "checkpoints" / "step-00000013"
     file = next(newest.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-3] ^= 0x10
     file.write_bytes(content)
-    starter.notes.clear()
-    starter.good(run, ODD, sets, "dp=3,zero=3", attempt=2)
+    starter.good(run, ODD, "dp=3,zero=3", attempt=2, **sets)
     assert any("step-00000013" in note and "step-00000010" in note for note in starter.notes), starter.notes
     same(run, undisturbed[ODD])
     assert audit(run).ok, "steps 11 to 13 of the first start are void"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from stretto.plan import Plan
 
 @dataclass
 class Starter:
-    """``notes`` has what was said on the way."""
+    """``notes`` has what the last start said on the way."""
 
     launcher: LocalLauncher
     notes: list[str] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Starter:
     ) -> JobResult:
         """One start of a run; every one after the first is a resume."""
         run.mkdir(exist_ok=True)
+        self.notes.clear()
         order = TrainOrder(str(task), sets, plan, "test", str(run), attempt > 1, attempt, stop)
         job = Job(
             entry,
@@ -53,3 +55,11 @@ class Starter:
         result = self.start(*arguments, **more)
         assert result.exit_code == 0, result.failure
         return result
+
+    def bad(self, *arguments: Any, **more: Any) -> str:
+        """What a start said that must fail, and soon."""
+        began = time.monotonic()
+        result = self.start(*arguments, **more)
+        took = time.monotonic() - began
+        assert result.failure is not None and took < 10, took
+        return result.failure.text

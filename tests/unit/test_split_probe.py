@@ -57,6 +57,18 @@ def test_a_refusal_names_the_plan_and_degree_1_is_never_refused(plan: str) -> No
     assert refusal(found, Plan()) is None
 
 
+@pytest.mark.parametrize("kind", ["normalises", "rebinds"])
+def test_a_forward_that_writes_into_a_parameter_is_refused_where_all_ranks_read_it(kind: str) -> None:
+    """It gives the same whenever it runs alone, so only the parameter itself tells of it."""
+    found = probe(TASKS / "edge_parts.py", kind=kind)
+    assert not found.broken and found.written == "layer.weight"
+    said = refusal(found, Plan.parse("dp=2,zero=3"))
+    assert said is not None and "forward changes the parameter layer.weight" in said and "zero=0" in said
+    assert refusal(found, Plan.parse("dp=2,zero=2")) is None
+    assert probe(TASKS / "edge_parts.py", kind="plain").written == ""
+    assert probe(TASKS / "hard_parts.py").written == ""
+
+
 def test_a_mean_returned_as_a_sum_is_told_by_its_weight_ls01() -> None:
     found = probe(TASKS / "uncuttable.py", kind="mean")
     assert "the weight over 5 samples is 1, over pieces of 3 and 2 2" in found.broken

@@ -12,7 +12,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from stretto.comm.shm_group import BACKEND, SharedMemoryGroup, form_shared_memor
 from stretto.comm.shm_memory import Unavailable
 from stretto.errors import LaunchError, PeerLost
 from stretto.mesh import Mesh
+
+SHARED_MEMORY: Final = "shared memory"  # a group's ``transport``
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Group(Members):
             dist.Backend.register_backend(BACKEND, self._form_shared, extended_api=True, devices=["cpu"])
             try:
                 self._init(rendezvous, BACKEND)
-                return "shared memory"
+                return SHARED_MEMORY
             except Unavailable as error:  # on all members alike
                 why = f" ({error})"
         self._init(rendezvous, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")

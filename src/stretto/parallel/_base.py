@@ -132,6 +132,7 @@ class Applied(Protocol):
 
     module: nn.Module
     ranks: Ranks
+    note: str  # what a person should know of the layout; the same on every rank
     reduces_once: bool  # whether gradients wait, whole, for the last microbatch, as :class:`Manner` asks if it can be
 
     @property

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import nn
 
-from stretto.comm.group import Group
+from stretto.comm.group import SHARED_MEMORY, Group
 from stretto.comm.shm_memory import Unavailable
 from stretto.errors import Refused
 from stretto.parallel._base import Applied, Manner, Ranks
@@ -33,12 +33,19 @@ def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
     from stretto.parallel.sharded import Sharded
     from stretto.parallel.whole import Whole
 
+    why = ""
     if ranks.replicas.size == 1:
         try:
             return Whole(template, ranks, manner, dealt=True, one_copy=True)
-        except Unavailable:  # on all ranks alike: several hosts, an accelerator, no memory to share
-            pass
-    return Sharded(template, ranks, manner)
+        except Unavailable as error:  # on all ranks alike: several hosts, an accelerator, no memory to share
+            why = str(error)
+    sharded = Sharded(template, ranks, manner)
+    if why and ranks.everyone.transport == SHARED_MEMORY:
+        sharded.note = (
+            f"zero=3 without one copy of the weights for all workers, as {why}; each gathers layer after layer "
+            "instead (FSDP2), which is slower"
+        )
+    return sharded
 
 
 def _tensor(template: Template, ranks: Ranks, manner: Manner) -> Applied:

@@ -20,6 +20,8 @@ class Placed:
     ``_stale``: the parameters have changed since forward last used them.
     """
 
+    note = ""
+
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.module, self.ranks = module, ranks
         self._norm = GlobalBatchNorm(module, ranks.world)

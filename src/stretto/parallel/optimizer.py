@@ -61,6 +61,7 @@ class BoundOptimizer:
             if place.absent:
                 continue
             self.optimizer.state[place.local] = {key: _cut(value, place) for key, value in state.items()}
+        self._memory = {name: place.local.detach() for name, place in self._places.items()}
 
     def _check_name_counts(self) -> None:
         listed = [name for members in self._names_by_group for name in members]
@@ -74,8 +75,12 @@ class BoundOptimizer:
             place = self._places[name]
             place.local.grad = None if place.absent else gradient
         self.optimizer.step()
-        for place in self._places.values():  # else last step's gradients would lie beside the next one's
-            place.local.grad = None
+        for name, place in self._places.items():
+            place.local.grad = None  # else last step's gradients would lie beside the next one's
+            memory = self._memory[name]
+            if place.local.data_ptr() != memory.data_ptr():  # it says `p.data = ...`, and forward reads the old memory
+                memory.copy_(place.local.detach())
+                place.local.data = memory
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The groups as JSON: every value but the parameters, which are given by name."""

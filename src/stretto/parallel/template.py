@@ -109,6 +109,36 @@ class Template:
                     module._buffers[key] = replaced.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
 
 
+def refuse_overlaps(module: nn.Module) -> None:
+    """Raises TaskError where a parameter that trains lies in the memory of another parameter or a buffer without being
+    the same: on one device an update of one would change the other; layouts give each memory of its own."""
+    by_memory: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for together in by_memory.values():
+        if len(together) > 1 and any(tensor.requires_grad for _, tensor in together):
+            _refuse_common_elements(sorted(together, key=lambda each: not each[1].requires_grad))
+
+
+def _refuse_common_elements(together: list[tuple[str, torch.Tensor]]) -> None:
+    """Of tensors in one memory, those that train first. Columns of one matrix lie side by side, and are let through."""
+    _, first = together[0]
+    taken = torch.zeros(first.untyped_storage().nbytes() // first.itemsize, dtype=torch.bool)
+    for name, tensor in together:
+        if tensor.itemsize != first.itemsize:
+            continue
+        place = taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if place.any():
+            raise TaskError(
+                f"task: {name} lies in the memory of a parameter that trains (a view of it, or its .data); laid out "
+                "for a plan each would have memory of its own, and no longer change with the other. Use the very same "
+                "Parameter in both places, compute one from the other in forward, or .clone() it"
+            )
+        if tensor.requires_grad:
+            place.fill_(True)
+
+
 def _refuse_captured(module: nn.Module) -> None:
     """Raises TaskError where a function kept in the model holds a part of the model in its closure.
 

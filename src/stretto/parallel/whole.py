@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from stretto.errors import Refused
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import copy_down, dealt_place, lay_flat, narrowed, sparse_parameters, whole_place
 from stretto.parallel.layout import Placed, check_frozen
@@ -52,6 +53,7 @@ class Whole(Placed):
         self._one_copy = one_copy
         self._flats = self._lay_flat(template, shares)
         self._places = self._settle(template, shares)
+        self._dealt_at = {name: self._places[name].compute.data_ptr() for name in shares}
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
 
     def _lay_flat(self, template: Template, shares: Mapping[str, Shares]) -> list[tuple[Bucket, torch.Tensor]]:
@@ -109,6 +111,12 @@ class Whole(Placed):
         with self._norm.counting(not ghost):
             yield
         check_frozen(self._frozen)
+        for name, address in self._dealt_at.items():
+            if self._places[name].compute.data_ptr() != address:
+                raise Refused(
+                    f"plan: forward gives the parameter {name} other memory (it says {name}.data = ...), where updates "
+                    "don't reach it; compute from the parameter what forward needs, or use zero=0"
+                )
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """See :class:`Applied`."""

@@ -85,6 +85,7 @@ class Bench:
         self.still = False
         _wake(self.model)
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self._before = self._marks()
         self._homes = _homes(self.model)
         self._norms = _Norms(self.model)
         self._layers: list[str] = []
@@ -146,6 +147,19 @@ class Bench:
             return {name: _floats(pair) for name, pair in found if isinstance(pair, tuple)}
         except Exception:
             return {}
+
+    def written(self) -> str:
+        """A parameter that the runs so far have changed, or nothing."""
+        return next((name for name, mark in self._marks().items() if mark != self._before[name]), "")
+
+    def _marks(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter where it lies, and the sum of its bits, which costs no memory."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            flat = parameter.detach().reshape(-1)
+            bits = flat.view(torch.int64) if flat.is_floating_point() or flat.is_complex() else flat.long()
+            found[name] = (parameter.data_ptr(), int(bits.sum()))
+        return found
 
     def _restore(self) -> None:
         for name, (owner, key) in self._homes.items():

@@ -66,8 +66,9 @@ class _Split:
             if self._notes:
                 break
         buffer, counter = self._buffers(whole, halves)
+        written = self._bench.written()
         layers = self._layers() if whole.layers else ""
-        return Findings(buffer=buffer, counter=counter, layers=layers, notes=tuple(self._notes))
+        return Findings(buffer=buffer, counter=counter, written=written, layers=layers, notes=tuple(self._notes))
 
     # ---- the same twice
 

@@ -18,6 +18,7 @@ class Findings:
         broken: why no cut of a batch keeps the numbers: the function, what differed, by how much, what to do.
         buffer: a buffer that forward changes, in another way for each piece of the batch.
         counter: a buffer that each forward changes, and in the same way whatever it is given.
+        written: a parameter that forward changes.
         layers: an element of the model's lists that is called for some samples and not for others.
         reach: ``element``, ``tensor`` or ``all``, see :class:`Reach`; empty where the optimizer could not be probed.
         reach_error: by how much its updates of parts differed.
@@ -27,6 +28,7 @@ class Findings:
     broken: str = ""
     buffer: str = ""
     counter: str = ""
+    written: str = ""
     layers: str = ""
     reach: str = ""
     reach_error: float = 0.0
@@ -53,7 +55,8 @@ def pieces_of(plan: Plan) -> int:
 
 def refusal(findings: Findings, plan: Plan) -> str | None:
     """Why ``plan`` would change the numbers of the task, or never end, and the way out, in one line; or None."""
-    return deadlock(findings, plan) or _of_cut(findings, plan) or _of_optimizer(findings, plan)
+    tests = (deadlock, _of_cut, _of_writing, _of_optimizer)
+    return next(filter(None, (test(findings, plan) for test in tests)), None)
 
 
 def deadlock(findings: Findings, plan: Plan) -> str | None:
@@ -83,6 +86,15 @@ def _of_cut(findings: Findings, plan: Plan) -> str | None:
             f"has {plan.microbatches} forwards where one device has one; use microbatches=1"
         )
     return None
+
+
+def _of_writing(findings: Findings, plan: Plan) -> str | None:
+    if not findings.written or plan.zero != 3 or plan.mesh.degree("dp_shard") == 1:
+        return None
+    return (
+        f"plan {plan}: model(): forward changes the parameter {findings.written}, of which zero=3 has one copy for all "
+        "ranks: each would change what the others are reading; compute from it what forward needs, or use zero=0"
+    )
 
 
 def _of_optimizer(findings: Findings, plan: Plan) -> str | None:
