@@ -117,7 +117,7 @@ def assemble(
             f"plan {plan}: precision={task.recipe.precision} rounds each rank's part of a sum before it is added up; "
             "how far that is from one device is not stated yet, so tp takes fp32 and fp64"
         )
-    example = _example(task, plan, template, dataset) if plan.tp > 1 else None
+    example = example_call(task, plan, template, dataset) if plan.tp > 1 else None
     manner = Manner(compute if narrow else torch.float32, whole_tensors, once, example, task.recipe.precision)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
@@ -132,7 +132,7 @@ def assemble(
     )
 
 
-def _example(task: Task, plan: Plan, template: Template, dataset: Any) -> Call:
+def example_call(task: Task, plan: Plan, template: Template, dataset: Any) -> Call:
     """A call of the model with as many samples as a rank mostly has."""
     data = load_data(task)["train"] if dataset is None else dataset
     count = max(1, min(task.recipe.batch // (plan.dp * plan.microbatches), len(data)))

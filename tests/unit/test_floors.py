@@ -23,7 +23,20 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "stretto"
 FACES = ("dashboard", "report", "serve", "search", "compress", "pool", "submit")
 INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
-    *("script", "preload", "training", "prelaunch", "order", "loop", "run", "prepared", "best", "weights", "assemble"),
+    *(
+        "script",
+        "preload",
+        "training",
+        "prelaunch",
+        "order",
+        "loop",
+        "run",
+        "prepared",
+        "best",
+        "weights",
+        "explain",
+        "assemble",
+    ),
     *("skips", "kept", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
