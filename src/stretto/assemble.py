@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,7 @@ from stretto.machinery import Machinery
 from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Manner, Template, apply
 from stretto.plan import Plan
-from stretto.precision import COMPUTE, cast_model, retyped
+from stretto.precision import COMPUTE, cast_model, computing, retyped
 from stretto.probes import Findings, optimizer_reach, refusal
 from stretto.state import Box, StateSource
 from stretto.state.digest import format_digest, partial_digest
@@ -108,7 +109,8 @@ def assemble(
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, why = _may_reduce_once(template, plan, group)
-    manner = Manner(compute if narrow else torch.float32, whole_tensors, once)
+    surround = partial(computing, task.recipe.precision, group.device.type)
+    manner = Manner(compute if narrow else torch.float32, whole_tensors, once, plan.recompute, surround)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)
@@ -118,7 +120,7 @@ def assemble(
         sync=build_sync(task.recipe.sync, applied, keep=applied.reduces_once),
         optimizer=optimizer,
         schedule=task.schedule(optimizer.optimizer),
-        note=_said(plan, once, applied.reduces_once, why),
+        notes=(*applied.notes, *_said(plan, once, applied.reduces_once, why)),
     )
 
 
@@ -136,14 +138,14 @@ def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool
     return fits, "" if fits else f"whole ones need {whole / 1e6:,.0f} MB, a worker has {free / 1e6:,.0f} MB free"
 
 
-def _said(plan: Plan, may: bool, once: bool, why: str) -> str:
+def _said(plan: Plan, may: bool, once: bool, why: str) -> tuple[str, ...]:
     """A sentence on how often gradients are reduced, where there is a choice."""
     if plan.zero < 2 or plan.microbatches == 1:
-        return ""
+        return ()
     if may and not once:
         why = "FSDP2 can't keep those of copies that only some microbatches use"
     how = "added up whole on each worker and sent once a step" if once else f"sent after each one ({why})"
-    return f"the gradients of {plan.microbatches} microbatches are {how}"
+    return (f"the gradients of {plan.microbatches} microbatches are {how}",)
 
 
 def disassemble(machinery: Machinery) -> None:

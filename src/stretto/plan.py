@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = ("tp", "pp", "cp", "ep", "branch", "schedule", "recompute", "offload")
+LATER_KEYS: Final = ("tp", "pp", "cp", "ep", "branch", "schedule", "offload")
 ZERO_STAGES: Final = (0, 1, 2, 3)
+RECOMPUTE: Final = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Plan:
         dp_shard: ranks that cut one copy of the weights between them, a divisor of ``dp``; with ``zero=3``. By default
             all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
             sharding, arXiv 2304.11277, section 3.2.2).
+        recompute: which activations are dropped in forward and computed again in backward (arXiv 1604.06174), for less
+            memory: ``none``; ``selective``, all but the results of matrix products, convolutions and attention; or
+            ``full``, all but what each layer is called with.
         loaders: processes of each rank that fetch and collate samples ahead of it; 0: the rank does so itself. Plans
             that differ in nothing else are equal.
     """
@@ -33,6 +37,7 @@ class Plan:
     zero: int = 0
     microbatches: int = 1
     dp_shard: int = 0
+    recompute: str = "none"
     loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
@@ -41,6 +46,9 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
+        if self.recompute not in RECOMPUTE:
+            near = nearest(str(self.recompute), RECOMPUTE)
+            raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero}")
         if self.zero != 3 and self.dp_shard > 1:
@@ -61,18 +69,21 @@ class Plan:
             PlanError: a misspelt key (the nearest is offered), a value that is no number, a key given twice,
                 or a world size other than ``workers``.
         """
-        given: dict[str, int] = {}
-        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "loaders")
+        given: dict[str, Any] = {}
+        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "recompute", "loaders")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
                 raise Refused(f"plan: {key} is planned but not built yet; use {', '.join(valid)}")
             if key not in valid:
                 raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
-            if not equals or not value.isdigit():
-                raise PlanError(f"plan: {key} needs a whole number, as in {key}=2; got {part!r}")
             if key in given:
                 raise PlanError(f"plan: {key} is given twice")
+            if key == "recompute":
+                given[key] = value
+                continue
+            if not equals or not value.isdigit():
+                raise PlanError(f"plan: {key} needs a whole number, as in {key}=2; got {part!r}")
             given[key] = int(value)
         _read_axes(given, workers)
         if workers is not None and "dp" not in given:
@@ -115,11 +126,12 @@ class Plan:
         parts = [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"] if hybrid else [f"dp={self.dp}"]
         parts += [f"zero={self.zero}"] if self.zero and not hybrid else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)
 
 
-def _read_axes(given: dict[str, int], workers: int | None) -> None:
+def _read_axes(given: dict[str, Any], workers: int | None) -> None:
     """Turns ``dp_replicate`` and ``dp_shard``, where given, into ``dp``, ``dp_shard`` and ``zero=3``, in place."""
     replicate = given.pop("dp_replicate", None)
     shard = given.get("dp_shard")

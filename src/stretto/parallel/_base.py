@@ -7,10 +7,10 @@ for every logical tensor, which part lies here. First build, resume and recovery
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -44,11 +44,15 @@ class Manner:
         whole_tensors: the optimizer looks at whole tensors, so each has one owner who updates all of it.
         reduce_once: gradients of several microbatches may be added up whole on each rank and reduced once a step;
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
+        recompute: which activations backward computes again: ``none``, ``selective`` or ``full``.
+        surround: what surrounds forward, and so what of it is computed again.
     """
 
     compute: torch.dtype = torch.float32
     whole_tensors: bool = False
     reduce_once: bool = True
+    recompute: str = "none"
+    surround: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Applied(Protocol):
 
     module: nn.Module
     ranks: Ranks
+    notes: tuple[str, ...]  # what there is to say to people; the same on every rank
     reduces_once: bool  # whether gradients wait, whole, for the last microbatch, as :class:`Manner` asks if it can be
 
     @property
