@@ -318,6 +318,25 @@ PLANTED = (
         what="weight",
         says="gradients and norm are right, the update is not: other clipping",
     ),
+    Planted(
+        fault="other_numbers_in_the_second_forward",
+        task="examples/gpt",
+        sets=(*GPT, ("dropout", "0.2")),
+        plan="dp=2,recompute=full",
+        step=2,
+        what="gradient",
+        says="or a layer is computed otherwise in backward than it was in forward (recompute=full)",
+    ),
+    Planted(
+        fault="statistics_moved_twice",
+        task="examples/digits",
+        sets=(("batch", "7"),),
+        plan="dp=2,recompute=selective",
+        step=1,
+        what="weight",
+        name="1.num_batches_tracked",
+        says="or a layer that is computed again in backward changes a buffer twice (recompute=selective)",
+    ),
 )
 
 
