@@ -134,7 +134,7 @@ class _Prover:
             told = f"loaders={plan.loaders} took no part: verify watches each worker fetch its samples itself"
             report = replace(report, reason="\n".join(filter(None, (report.reason, told))))
         if report.status == "passed":
-            notes = next(iter(result.results.values()))["notes"]
+            notes = next(found["notes"] for found in result.results.values() if found is not None)
             report = replace(report, reason="\n".join(filter(None, (report.reason, *notes))) or None)
         return report
 
