@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from parity import BAR_GRADIENT, BAR_WEIGHT, FIGURES, ROOT, Figures, check, kinds, prove
@@ -10,9 +12,20 @@ from stretto.verify import PlanReport, verify
 
 HOW = ("selective", "full")
 PLANS = ("dp=1", "dp=2", "dp=2,zero=3", "dp=2,zero=2,microbatches=2")
-APART = ("dp=2,zero=3", "dp=2,zero=3,microbatches=2")
+APART = ("dp=2,zero=3", "dp=2,zero=3,microbatches=2")  # where no memory is shared
 SEPARATE = "stretto.testing.conditions:separate_memory"
-NAMES = ("gpt", "llama", "digits", "mlp_dropout", "lstm")
+NAMES = ("gpt", "llama", "digits", "mlp_dropout", "lstm", "bert", "multi")
+# (task, how, plans, plans apart): every task and every plan come, the rest in `make matrix`.
+SAMPLE = (
+    ("gpt", "selective", PLANS, APART),
+    ("gpt", "full", ("dp=2,zero=3",), APART),
+    ("llama", "full", ("dp=2,zero=2,microbatches=2",), ("dp=2,zero=3",)),
+    ("llama", "selective", ("dp=2",), ()),
+    ("digits", "full", PLANS, ("dp=2,zero=3",)),
+    ("digits", "selective", ("dp=2,zero=3",), ()),
+    ("mlp_dropout", "full", ("dp=1", "dp=2"), ("dp=2,zero=3,microbatches=2",)),
+    ("lstm", "selective", ("dp=2",), ("dp=2,zero=3",)),
+)
 SECOND = ROOT / "tests" / "tasks" / "second_forward.py"
 HARD = ROOT / "tests" / "tasks" / "hard_parts.py"
 
@@ -28,15 +41,38 @@ def exact(reports: tuple[PlanReport, ...]) -> None:
         assert max(figures[:3]) <= BAR_GRADIENT and max(figures[3:]) <= BAR_WEIGHT, report
 
 
+@dataclass(frozen=True)
+class Proof:
+    """One task under plans that recompute; ``apart``: those where no memory is shared."""
+
+    name: str
+    how: str
+    together: tuple[str, ...] = PLANS
+    apart: tuple[str, ...] = APART
+
+
+@pytest.mark.parametrize("proof", [Proof(*row) for row in SAMPLE], ids=lambda proof: f"{proof.name}-{proof.how}")
+def test_a_sample_has_the_numbers_of_one_device(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
+    """gpt and llama have lists of layers, digits (BatchNorm) and mlp_dropout are Sequentials, lstm has neither."""
+    hold(launcher, figures, proof)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_layout_has_the_numbers_of_one_device(
+def test_the_whole_grid_has_the_numbers_of_one_device(
     launcher: LocalLauncher, figures: Figures, name: str, how: str
 ) -> None:
-    """gpt and llama have lists of layers, digits (BatchNorm) and mlp_dropout are Sequentials, lstm has neither."""
+    hold(launcher, figures, Proof(name, how))
+
+
+def hold(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
+    name, how = proof.name, proof.how
     refused = {plan: "BatchNorm" for plan in plans((*PLANS, *APART), how) if name == "digits" and "micro" in plan}
     sets = {"kind": kinds(name)[HOW.index(how)]}
-    reports = [prove(launcher, name, plans(PLANS, how), sets), prove(launcher, name, plans(APART, how), sets, SEPARATE)]
+    reports = [prove(launcher, name, plans(proof.together, how), sets)]
+    if proof.apart:
+        reports.append(prove(launcher, name, plans(proof.apart, how), sets, SEPARATE))
     for report in reports:
         check(report, f"{name} {how}", figures, refused)
         inactive = [f"recompute={how} is inactive" in (plan.reason or "") for plan in report.plans]
@@ -69,7 +105,8 @@ def test_generators_statistics_and_attributes_are_those_of_the_first_forward(
 
 def test_a_rank_without_samples_enters_no_collective_twice(launcher: LocalLauncher) -> None:
     """Batches of three on four ranks: the ghost's layers are computed again as well."""
-    exact(verify(SECOND, plans(("dp=4", "dp=4,zero=3"), "full"), {"kind": "norm", "batch": "3"}, launcher=launcher).plans)
+    of = plans(("dp=4", "dp=4,zero=3"), "full")
+    exact(verify(SECOND, of, {"kind": "norm", "batch": "3"}, launcher=launcher).plans)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -93,7 +130,7 @@ def test_in_low_precision_one_step_is_that_of_keeping_everything(launcher: Local
 @pytest.mark.parametrize(
     ("kind", "how", "says"),
     [
-        ("generator", "full", "layers.0 answers otherwise when it is computed a second time: does it draw from a gener"),
+        ("generator", "full", "layers.0 answers otherwise when it is computed a second time: does it draw from a"),
         ("cache", "selective", "layers.0 answers otherwise when it is computed a second time"),
         ("buffer", "full", "layers.0 changes a buffer in place in forward, and would do so a second time"),
         ("input", "full", "layers.0 was called with a tensor that is changed in place before backward"),

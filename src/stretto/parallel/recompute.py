@@ -115,17 +115,28 @@ def _layers(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Seque
     waiting = [] if layers else [module]
     while waiting:
         found = waiting.pop(0)
-        children = list(found.children())
-        if type(found).forward is nn.Sequential.forward:
-            blocks = [child for child in children if any(child.children()) and any(True for _ in child.parameters())]
-            if len(blocks) > 1:
-                layers.update({names[block]: block for block in blocks})
-                continue
-            if not blocks and len(children) >= LEAST_SEQUENCE:
-                sequences[names[found]] = found  # type: ignore[assignment]
-                continue
-        waiting += children
+        blocks = _blocks(found)
+        if not isinstance(found, nn.Sequential) or not _is_cut(found):
+            waiting += found.children()
+        elif blocks:
+            waiting += [block for block in blocks if _is_cut(block)]  # as fine as there are blocks
+            layers.update({names[block]: block for block in blocks if not _is_cut(block)})
+        else:
+            sequences[names[found]] = found
     return layers, sequences
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """Its parts that have parts of their own, and parameters."""
+    return [child for child in module.children() if any(child.children()) and any(True for _ in child.parameters())]
+
+
+def _is_cut(module: nn.Module) -> bool:
+    """Whether it is a Sequential of several blocks, or of many single layers."""
+    if type(module).forward is not nn.Sequential.forward:
+        return False
+    count = len(_blocks(module))
+    return count > 1 or (not count and len(list(module.children())) >= LEAST_SEQUENCE)
 
 
 def _cut(elements: list[nn.Module]) -> list[tuple[str, list[nn.Module]]]:
