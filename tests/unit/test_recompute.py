@@ -168,6 +168,29 @@ def test_without_gradients_nothing_runs_twice() -> None:
     assert counts == [1]
 
 
+def draw_in_backward(_: nn.Module, arguments: tuple[Tensor]) -> None:
+    arguments[0].register_hook(lambda gradient: gradient * torch.rand_like(gradient))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_what_is_drawn_in_backward_is_what_it_would_be_without(how: str) -> None:
+    """A hook draws after the second forwards of later layers; their dropout must leave no trace in the generator."""
+    gradients = []
+    for chosen in ("none", how):
+        torch.manual_seed(0)
+        model = Lists()
+        for block in model.blocks:
+            block.inner.append(nn.Dropout(0.5))  # type: ignore[operator, union-attr]
+        recomputed(model, chosen)
+        model.blocks[0].register_forward_pre_hook(draw_in_backward)
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(1)
+            model(torch.ones(2, 3)).sum().backward()
+        gradients.append(next(model.stem.parameters()).grad)
+    assert torch.equal(*gradients) and gradients[0].any()
+
+
 # ------------------------------------------------------------------------------------------- what it is worth
 
 

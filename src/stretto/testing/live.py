@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory of tensors that operators make inside, until it is let go.
 
     ``now``: bytes alive; ``peak``: the most there ever were. Memory that an operator needs only while it runs isn't
@@ -18,7 +18,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
 
@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
