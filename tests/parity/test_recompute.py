@@ -91,7 +91,7 @@ def test_dropout_in_attention_and_layers_is_drawn_once(launcher: LocalLauncher, 
     ("kind", "of"),
     [
         ("draws", ("dp=1", "dp=2,zero=1", "dp=2,zero=3,microbatches=2")),
-        ("norm", ("dp=1", "dp=3", "dp=2,zero=3")),
+        ("norms", ("dp=1", "dp=3", "dp=2,zero=3")),
         ("attributes", ("dp=1",)),
     ],
 )

@@ -23,8 +23,8 @@ class Layer(nn.Module):
         super().__init__()
         self.kind = kind
         self.enter, self.leave = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm = nn.BatchNorm1d(2 * width) if kind == "norm" else nn.Identity()
-        self.last = nn.BatchNorm1d(width) if kind == "norm" else nn.Identity()
+        self.norm = nn.BatchNorm1d(2 * width) if kind.startswith("norm") else nn.Identity()
+        self.last = nn.BatchNorm1d(width) if kind == "norms" else nn.Identity()
         self.calls, self.seen = 0, list[Tensor]()
         self.rng = np.random.default_rng(0)
         self.register_buffer("total", torch.zeros(()))
@@ -49,8 +49,8 @@ class Layer(nn.Module):
         if self.kind == "cache":
             history.append(h)
             h = torch.stack(history).sum(0)
-        out: Tensor = x + self.last(torch.tanh(self.leave(h)))
-        return out * out.exp().log1p()
+        out: Tensor = x + self.last(self.leave(h))
+        return out
 
 
 class Layers(nn.Module):
