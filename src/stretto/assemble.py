@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Call, Manner, Template, apply
 from stretto.parallel.template import refuse_overlaps
 from stretto.plan import Plan
-from stretto.precision import COMPUTE, cast_model, retyped
+from stretto.precision import COMPUTE, cast_model, computing, retyped
 from stretto.probes import Findings, optimizer_reach, refusal
 from stretto.state import Box, StateSource
 from stretto.state.digest import format_digest, partial_digest
@@ -118,7 +119,8 @@ def assemble(
             "how far that is from one device is not stated yet, so tp takes fp32 and fp64"
         )
     example = example_call(task, plan, template, dataset) if plan.tp > 1 else None
-    manner = Manner(compute if narrow else torch.float32, whole_tensors, once, example, task.recipe.precision)
+    surround = partial(computing, task.recipe.precision, group.device.type)
+    manner = Manner(compute if narrow else torch.float32, whole_tensors, once, plan.recompute, surround, example)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)
@@ -128,7 +130,7 @@ def assemble(
         sync=build_sync(task.recipe.sync, applied, keep=applied.reduces_once),
         optimizer=optimizer,
         schedule=task.schedule(optimizer.optimizer),
-        note="; ".join(filter(None, (applied.note, _said(plan, once, applied.reduces_once, why)))),
+        notes=(*applied.notes, *_said(plan, once, applied.reduces_once, why)),
     )
 
 
@@ -160,14 +162,14 @@ def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool
     return fits, "" if fits else f"whole ones need {whole / 1e6:,.0f} MB, a worker has {free / 1e6:,.0f} MB free"
 
 
-def _said(plan: Plan, may: bool, once: bool, why: str) -> str:
+def _said(plan: Plan, may: bool, once: bool, why: str) -> tuple[str, ...]:
     """A sentence on how often gradients are reduced, where there is a choice."""
     if plan.zero < 2 or plan.microbatches == 1:
-        return ""
+        return ()
     if may and not once:
         why = "FSDP2 can't keep those of copies that only some microbatches use"
     how = "added up whole on each worker and sent once a step" if once else f"sent after each one ({why})"
-    return f"the gradients of {plan.microbatches} microbatches are {how}"
+    return (f"the gradients of {plan.microbatches} microbatches are {how}",)
 
 
 def disassemble(machinery: Machinery) -> None:

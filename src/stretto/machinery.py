@@ -22,7 +22,7 @@ class Machinery:
     """What a step works with, made anew for each membership epoch.
 
     Args:
-        note: a choice that was made for the user, to be said; the same on every rank.
+        notes: choices that were made for the user, to be said; the same on every rank.
     """
 
     group: Group
@@ -30,7 +30,7 @@ class Machinery:
     sync: Sync
     optimizer: BoundOptimizer
     schedule: LRScheduler | None
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def data(self) -> Members:

@@ -68,6 +68,26 @@ def whole_parameters_only() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def second_forward(recompute: str) -> Iterator[None]:
+    """Surrounds backward, where layers are computed again if ``recompute`` says so.
+
+    Raises:
+        Refused: a layer does something else the second time, as torch found by what it saves.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        known = ("torch.utils.checkpoint", "activation checkpoint", "not found in storage", "by an inplace operation")
+        if recompute == "none" or not any(sign in str(error) for sign in known):
+            raise
+        raise Refused(
+            f"plan: recompute={recompute}: a layer can't be computed a second time in backward as it was in forward "
+            f"({one_line(error)}): does it take other ways from call to call, or change in place what it has computed? "
+            f"Use {'recompute=full or ' if recompute == 'selective' else ''}recompute=none"
+        ) from error
+
+
 def missing_module(error: ModuleNotFoundError) -> str:
     """A line for an import of what isn't there, with the place in the user's code that led to it."""
     *_, last = (None, *users_frames(error.__traceback__))

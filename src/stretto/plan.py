@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = ("pp", "cp", "ep", "branch", "schedule", "recompute", "offload")
+LATER_KEYS: Final = ("pp", "cp", "ep", "branch", "schedule", "offload")
 ZERO_STAGES: Final = (0, 1, 2, 3)
+RECOMPUTE: Final = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Plan:
             all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
             sharding, arXiv 2304.11277, section 3.2.2).
         tp: ranks that cut the model's layers between them and share each sample (tensor parallelism, arXiv 1909.08053).
+        recompute: which activations are dropped in forward and computed again in backward (arXiv 1604.06174), for less
+            memory: ``none``; ``selective``, all but the results of matrix products, convolutions and attention; or
+            ``full``, all but what each layer is called with.
         loaders: processes of each rank that fetch and collate samples ahead of it; 0: the rank does so itself. Plans
             that differ in nothing else are equal.
     """
@@ -35,6 +39,7 @@ class Plan:
     microbatches: int = 1
     dp_shard: int = 0
     tp: int = 1
+    recompute: str = "none"
     loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
@@ -43,10 +48,13 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
-        if self.tp > 1 and self.zero:
-            raise Refused(
-                f"plan: tp={self.tp} with zero={self.zero} is planned but not built yet; leave one of them out"
-            )
+        for other in ("zero", "recompute"):
+            if self.tp > 1 and getattr(self, other) not in (0, "none"):
+                said = f"plan: tp={self.tp} with {other}={getattr(self, other)} is planned but not built yet"
+                raise Refused(f"{said}; leave one of them out")
+        if self.recompute not in RECOMPUTE:
+            near = nearest(str(self.recompute), RECOMPUTE)
+            raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero}")
         if self.zero != 3 and self.dp_shard > 1:
@@ -67,18 +75,21 @@ class Plan:
             PlanError: a misspelt key (the nearest is offered), a value that is no number, a key given twice,
                 or a world size other than ``workers``.
         """
-        given: dict[str, int] = {}
-        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "loaders")
+        given: dict[str, Any] = {}
+        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "recompute", "loaders")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
                 raise Refused(f"plan: {key} is planned but not built yet; use {', '.join(valid)}")
             if key not in valid:
                 raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
-            if not equals or not value.isdigit():
-                raise PlanError(f"plan: {key} needs a whole number, as in {key}=2; got {part!r}")
             if key in given:
                 raise PlanError(f"plan: {key} is given twice")
+            if key == "recompute":
+                given[key] = value
+                continue
+            if not equals or not value.isdigit():
+                raise PlanError(f"plan: {key} needs a whole number, as in {key}=2; got {part!r}")
             given[key] = int(value)
         _read_axes(given, workers)
         if workers is not None and "dp" not in given:
@@ -124,11 +135,12 @@ class Plan:
         parts += [f"zero={self.zero}"] if self.zero and not hybrid else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)
 
 
-def _read_axes(given: dict[str, int], workers: int | None) -> None:
+def _read_axes(given: dict[str, Any], workers: int | None) -> None:
     """Turns ``dp_replicate`` and ``dp_shard``, where given, into ``dp``, ``dp_shard`` and ``zero=3``, in place."""
     replicate = given.pop("dp_replicate", None)
     shard = given.get("dp_shard")

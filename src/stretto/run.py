@@ -89,7 +89,7 @@ class Run:
             self._resume(prepared.checkpoint)
         if group.transport.startswith("gloo ("):
             self._notes.append(f"the workers talk over {group.transport}, which is slower than shared memory")
-        self._notes += [self._on.note, *retyped_notes(prepared.template, self.recipe.precision)]
+        self._notes += [*self._on.notes, *retyped_notes(prepared.template, self.recipe.precision)]
         self._peak_bytes = self._peak_now()  # before the template goes: what was shared then is known only now
         prepared.template.release()
         self._saved = self._progress.step

@@ -33,7 +33,7 @@ from stretto.data import (
 )
 from stretto.errors import Refused
 from stretto.machinery import Machinery, forward
-from stretto.mistakes import whole_parameters_only
+from stretto.mistakes import second_forward, whole_parameters_only
 from stretto.plan import Plan
 from stretto.precision import computing, first_scale
 from stretto.sync import Sync
@@ -205,7 +205,8 @@ class Stepper:
         with whole_parameters_only():  # a shard that forward read may show in the loss only
             with computing(self._task.recipe.precision, self._on.group.device.type):
                 pairs = self._task.losses(output, samples)
-            terms.backward(pairs, samples, piece.ghost, 1.0 if self.scale is None else self.scale.scale)
+            with second_forward(self._plan.recompute):
+                terms.backward(pairs, samples, piece.ghost, 1.0 if self.scale is None else self.scale.scale)
 
     def _nominal(self) -> float:
         """N0: the power of two next to the last committed step's weight."""

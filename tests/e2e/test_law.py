@@ -155,3 +155,13 @@ def test_force_makes_no_run_that_would_never_end(room: Room) -> None:
     assert refused.failure is not None and refused.failure.kind == "user"
     assert "the layer layers.0 runs for some samples" in refused.failure.text
     assert "--force" not in refused.failure.text
+
+
+def test_a_recomputation_that_finds_nothing_to_do_is_told(room: Room) -> None:
+    done = room.train("dp=2,zero=3,recompute=full", kind="plain")
+    assert done.failure is None, done.failure
+    (note,) = room.notes
+    assert note.startswith("recompute=full is inactive: the model has no list of layers")
+    assert Path("run/resolved.yaml").read_text().count("recompute:") == 1
+    again = room.train("dp=1", attempt=2, kind="plain")
+    assert again.failure is None and room.notes == []

@@ -8,7 +8,7 @@ for every logical tensor, which part lies here. First build, resume and recovery
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,16 +54,19 @@ class Manner:
     Args:
         compute: the type of the copies that forward uses in place of float32 parameters; float32: the parameters.
         whole_tensors: the optimizer looks at whole tensors, so each has one owner who updates all of it.
-        example: a call of the model, for layouts that trace it; ``precision`` is what it is traced in.
         reduce_once: gradients of several microbatches may be added up whole on each rank and reduced once a step;
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
+        recompute: which activations backward computes again: ``none``, ``selective`` or ``full``.
+        surround: what surrounds forward, and so what of it is computed again.
+        example: a call of the model, for layouts that trace it.
     """
 
     compute: torch.dtype = torch.float32
     whole_tensors: bool = False
     reduce_once: bool = True
+    recompute: str = "none"
+    surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Call | None = None
-    precision: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Applied(Protocol):
 
     module: nn.Module
     ranks: Ranks
-    note: str  # what a person should know of the layout; the same on every rank
+    notes: tuple[str, ...]  # what there is to say to people; the same on every rank
     reduces_once: bool  # whether gradients wait, whole, for the last microbatch, as :class:`Manner` asks if it can be
 
     @property

@@ -41,10 +41,11 @@ def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
             why = str(error)
     sharded = Sharded(template, ranks, manner)
     if why and ranks.everyone.transport == SHARED_MEMORY:
-        sharded.note = (
+        said = (
             f"zero=3 without one copy of the weights for all workers, as {why}; each gathers layer after layer "
             "instead (FSDP2), which is slower"
         )
+        sharded.notes = (*sharded.notes, said)
     return sharded
 
 

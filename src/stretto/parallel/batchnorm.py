@@ -20,6 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stretto.comm.members import Members
 
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""Mean and variance of each channel, and the number of what they were taken from, over all ranks."""
+
 
 def batch_norms(module: nn.Module) -> list[str]:
     """Names of the submodules that normalise over the batch while training."""
@@ -32,6 +35,8 @@ class GlobalBatchNorm:
     def __init__(self, module: nn.Module, group: Members) -> None:
         self.group = group
         self.counts = True
+        self._notes: list[Statistics] | None = None
+        self._replays: Iterator[Statistics] | None = None
         self._changed = [child for child in module.modules() if isinstance(child, _BatchNorm)]
         for child in self._changed:
             child.forward = partial(_forward, self, child)  # type: ignore[method-assign]
@@ -50,6 +55,33 @@ class GlobalBatchNorm:
         finally:
             self.counts = before
 
+    @contextmanager
+    def noting(self, into: list[Statistics]) -> Iterator[None]:
+        """Notes the statistics of every forward inside."""
+        before, self._notes = self._notes, into
+        try:
+            yield
+        finally:
+            self._notes = before
+
+    @contextmanager
+    def replaying(self, noted: list[Statistics]) -> Iterator[None]:
+        """Every forward inside takes the statistics that one noted, sends nothing, and moves no running statistic."""
+        before, self._replays = self._replays, iter(noted)
+        try:
+            yield
+        finally:
+            self._replays = before
+
+    def known(self) -> Statistics | None:
+        """The next noted statistics, where forward is run again."""
+        return None if self._replays is None else next(self._replays)
+
+    def note(self, statistics: Statistics) -> None:
+        """Keeps the statistics, where that was asked for."""
+        if self._notes is not None:
+            self._notes.append(statistics)
+
     def remove(self) -> None:
         """Gives the modules their own forward back."""
         for child in self._changed:
@@ -64,8 +96,11 @@ def _forward(norm: GlobalBatchNorm, module: _BatchNorm, x: Tensor) -> Tensor:
         return F.batch_norm(wide, module.running_mean, module.running_var, weight, bias, False, scale, module.eps).to(
             x.dtype
         )
-    normalised, mean, variance, count = _Normalise.apply(x, norm.group, norm.counts, module.eps)  # type: ignore[no-untyped-call]
-    if module.training and module.track_running_stats and module.running_mean is not None:
+    known = norm.known()
+    normalised, mean, variance, count = _Normalise.apply(x, norm.group, norm.counts, module.eps, known)  # type: ignore[no-untyped-call]
+    if known is None:
+        norm.note((mean, variance, count))
+    if known is None and module.training and module.track_running_stats and module.running_mean is not None:
         _track(module, mean, variance, float(count))
     if module.weight is not None:
         shape = (1, -1, *(1 for _ in x.shape[2:]))
@@ -100,19 +135,12 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Members, counts: bool, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, group: Members, counts: bool, eps: float, known: Statistics | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [0, *range(2, x.ndim)]
-        channels = x.shape[1]
         wide = x.to(_wide(x.dtype))
-        own = float(x.numel() // max(channels, 1)) if counts else 0.0
-        variance, mean = torch.var_mean(wide, axes, correction=0)
-        count = torch.full((1,), own, dtype=torch.float64, device=x.device)
-        # Statistics travel in float64, so that merging adds no rounding to what the ranks measured.
-        parts = torch.stack(group.all_gather(torch.cat([count, mean.double(), variance.double() * own])))
-        counted, means, squares = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
-        total = counted.sum()
-        mean = (counted * means).sum(0) / total
-        variance = (squares + counted * (means - mean) ** 2).sum(0) / total
+        mean, variance, total = _gathered(wide, axes, group, counts) if known is None else known
         shape = (1, -1, *(1 for _ in axes[1:]))
         inverse = torch.rsqrt(variance + eps).to(wide.dtype)
         normalised = (wide - mean.to(wide.dtype).view(shape)) * inverse.view(shape)
@@ -122,7 +150,7 @@ class _Normalise(torch.autograd.Function):
         return normalised, mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         normalised, inverse, total = ctx.saved_tensors
         sums = torch.cat([grad.sum(ctx.axes), (grad * normalised).sum(ctx.axes)]).double()
         ctx.group.all_reduce(sums)
@@ -132,4 +160,18 @@ class _Normalise(torch.autograd.Function):
         inner = grad - mean_grad - normalised * mean_product
         if not ctx.counts:  # a ghost moved no statistic, so nothing flows back through one
             inner = torch.zeros_like(grad)
-        return (inner * inverse.view(ctx.shape)).to(ctx.dtype), None, None, None
+        return (inner * inverse.view(ctx.shape)).to(ctx.dtype), None, None, None, None
+
+
+def _gathered(wide: Tensor, axes: list[int], group: Members, counts: bool) -> Statistics:
+    """The statistics over all ranks; every rank must call it."""
+    channels = wide.shape[1]
+    own = float(wide.numel() // max(channels, 1)) if counts else 0.0
+    variance, mean = torch.var_mean(wide, axes, correction=0)
+    count = torch.full((1,), own, dtype=torch.float64, device=wide.device)
+    # Statistics travel in float64, so that merging adds no rounding to what the ranks measured.
+    parts = torch.stack(group.all_gather(torch.cat([count, mean.double(), variance.double() * own])))
+    counted, means, squares = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+    total = counted.sum()
+    mean = (counted * means).sum(0) / total
+    return mean, (squares + counted * (means - mean) ** 2).sum(0) / total, total

@@ -9,8 +9,9 @@ from torch import nn
 
 from stretto.comm.group import Group
 from stretto.errors import TaskError
-from stretto.parallel._base import Place, Ranks
+from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
+from stretto.parallel.recompute import Recomputed
 from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
 
 
@@ -20,11 +21,11 @@ class Placed:
     ``_stale``: the parameters have changed since forward last used them.
     """
 
-    note = ""
-
-    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, manner: Manner) -> None:
         self.module, self.ranks = module, ranks
         self._norm = GlobalBatchNorm(module, ranks.world)
+        self._recomputed = Recomputed(module, manner, self._norm)
+        self.notes = self._recomputed.notes
         self._places: dict[str, Place] = {}
         self._stale = True
 
@@ -50,6 +51,7 @@ class Placed:
 
     def teardown(self) -> None:
         """See :class:`Applied`."""
+        self._recomputed.remove()
         self._norm.remove()
         self._places = {}
         del self.module

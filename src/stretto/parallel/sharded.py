@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, whole_place
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
+from stretto.parallel.units import units
 from stretto.state import Part, TensorSpec, assign_owners
 from stretto.state.shares import cut_rows
 
@@ -42,7 +43,7 @@ class Sharded(Placed):
         self.reduces_once = manner.reduce_once and manner.compute == torch.float32
         kept_whole = _kept_whole(template)
         types = {name: dtype for name, dtype in narrowed(template, manner.compute).items() if name in kept_whole}
-        super().__init__(template.build(ranks.world.device, types), ranks)
+        super().__init__(template.build(ranks.world.device, types), ranks, manner)
         whole = {parameter for name, parameter in self.module.named_parameters() if name in kept_whole}
         self._root = self._shard(whole)
         self._watch = _Watch(self.module)
@@ -216,35 +217,6 @@ def _homes(module: nn.Module) -> list[tuple[Any, list[_Home]]]:
                 seen.add(id(parameter))
                 own.append(_Home(f"{prefix}.{key}" if prefix else key, owner, key, parameter.requires_grad))
     return list(homes.items())
-
-
-def units(module: nn.Module, whole: set[nn.Parameter]) -> list[nn.Module]:
-    """The submodules to gather one at a time: the elements of the module's lists, which are its repeated layers.
-
-    An element is left to the root where it isn't called as a module, shares a parameter with something outside it (a
-    tied weight must be gathered with both users), or has no parameters but those that stay ``whole``.
-    """
-    uses = _uses(module)
-    found: list[nn.Module] = []
-    for holder in module.modules():
-        if isinstance(holder, nn.ModuleList):
-            found += [child for child in holder if _is_unit(child, uses, whole)]
-    inside = {id(below) for unit in found for below in unit.modules() if below is not unit}
-    return [unit for unit in dict.fromkeys(found) if id(unit) not in inside]
-
-
-def _uses(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter stands in the module, by its identity; a shared module makes several too."""
-    owners = (owner for _, owner in module.named_modules(remove_duplicate=False))
-    return Counter(id(p) for owner in owners for p in owner._parameters.values() if p is not None)
-
-
-def _is_unit(module: nn.Module, uses: Mapping[int, int], whole: set[nn.Parameter]) -> bool:
-    if type(module).forward is nn.Module.forward:  # a container: its children are called, it never is
-        return False
-    if any(count != uses[key] for key, count in _uses(module).items()):
-        return False
-    return any(parameter not in whole for parameter in module.parameters())
 
 
 def _kept_whole(template: Template) -> set[str]:

@@ -28,7 +28,6 @@ from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, trained
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
-from stretto.precision import computing
 from stretto.state import Part, assign_owners
 
 _NOTHING: Final = torch.empty(0)
@@ -44,11 +43,11 @@ class Tensor(Placed):
     def __init__(self, template: Template, ranks: Ranks, manner: Manner) -> None:
         self.reduces_once = manner.reduce_once
         types = narrowed(template, manner.compute)
-        super().__init__(template.build(ranks.world.device, types), ranks)
+        super().__init__(template.build(ranks.world.device, types), ranks, manner)
         self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
         self._programs: dict[Any, _Program] = {}
         assert manner.example is not None
-        with computing(manner.precision, ranks.everyone.device.type):
+        with manner.surround():
             traced = trace(self._whole.train(), *manner.example)
         self._cut = plan_cut(read(traced), traced, ranks.tensor.size)
         self.told = report(self._cut, traced)

@@ -41,7 +41,7 @@ class Whole(Placed):
     """
 
     def __init__(self, template: Template, ranks: Ranks, manner: Manner, dealt: bool, one_copy: bool = False) -> None:
-        super().__init__(template.build(ranks.world.device, narrowed(template, manner.compute)), ranks)
+        super().__init__(template.build(ranks.world.device, narrowed(template, manner.compute)), ranks, manner)
         self.reduces_once = manner.reduce_once
         self._sparse = sparse_parameters(self.module)
         shares: dict[str, Shares] = {}

@@ -17,7 +17,7 @@ from stretto.preload import BY_TP
 from stretto.task import resolve_task_path
 from stretto.verify.diagnose import first_divergence
 from stretto.verify.facts import RankFacts, ReferenceRecord
-from stretto.verify.report import PlanReport, VerifyReport
+from stretto.verify.report import Divergence, PlanReport, VerifyReport
 from stretto.verify.tolerances import NAMES
 
 PRELOADS: Final = ("torch", "torch.distributed", "torch._dynamo", "stretto.verify.worker", "stretto.parallel.whole")
@@ -127,13 +127,17 @@ class _Prover:
             num_workers=plan.world_size,
             log_dir=self._folder / "logs",
         )
-        report = judge(text, record, self._run(job, quiet=True))
+        result = self._run(job, quiet=True)
+        report = judge(text, record, result, plan.recompute)
         if report.status == "passed" and record.random and pieces > 1:
             reason = "forward draws random numbers, which belong to a batch's pieces: equal to one device with as many"
             report = replace(report, reason=f"{reason} (dp=1,microbatches={pieces})")
         if report.status == "passed" and plan.loaders:
             told = f"loaders={plan.loaders} took no part: verify watches each worker fetch its samples itself"
             report = replace(report, reason="\n".join(filter(None, (report.reason, told))))
+        if report.status == "passed":
+            notes = next(found["notes"] for found in result.results.values() if found is not None)
+            report = replace(report, reason="\n".join(filter(None, (report.reason, *notes))) or None)
         return report
 
     def _run_reference(self, pieces: int) -> _Reference:
@@ -157,8 +161,8 @@ class _Prover:
         return result
 
 
-def judge(text: str, record: ReferenceRecord, result: JobResult) -> PlanReport:
-    """What the workers of a plan returned, as a report."""
+def judge(text: str, record: ReferenceRecord, result: JobResult, recompute: str = "none") -> PlanReport:
+    """What the workers of a plan returned, as a report. ``recompute``: what backward computes again in it."""
     returned = [found for found in result.results.values() if found is not None]
     refused = [found["refused"] for found in returned if "refused" in found]
     if refused:
@@ -168,6 +172,8 @@ def judge(text: str, record: ReferenceRecord, result: JobResult) -> PlanReport:
         return PlanReport(plan=text, status="failed", reason=reason)
     ranks = [RankFacts.from_json(found["facts"]) for found in returned]
     divergence = first_divergence(record, ranks)
+    if divergence is not None and recompute != "none":
+        divergence = _or_recomputed(divergence, recompute)
     left_out: dict[str, int] = {}
     for rank in ranks:
         for name, count in rank.left_out.items():
@@ -186,6 +192,15 @@ def judge(text: str, record: ReferenceRecord, result: JobResult) -> PlanReport:
         left_out={name: count for name, count in left_out.items() if count},
         first_divergence=divergence,
     )
+
+
+def _or_recomputed(divergence: Divergence, recompute: str) -> Divergence:
+    """Adds what it may be where backward computes layers again: the loss was right, so forward was."""
+    more = {
+        "gradient": f"; or a layer is computed otherwise in backward than it was in forward (recompute={recompute})",
+        "weight": f"; or a layer that is computed again in backward changes a buffer twice (recompute={recompute})",
+    }
+    return replace(divergence, likely=divergence.likely + more.get(divergence.what, ""))
 
 
 def _discard(text: str) -> None:

@@ -45,7 +45,7 @@ def prepare(payload: Payload, report: Callable[[Payload], None]) -> Prepared:
 
 
 def work(payload: Payload, context: WorkerContext) -> Payload:
-    """A worker's entry. Returns ``{"facts": ...}``, or ``{"refused": why}`` where the plan is refused on the spot.
+    """A worker's entry. Returns ``{"facts": ..., "notes": ...}``, or ``{"refused": why}`` where it refuses the plan.
 
     ``payload["plant"]`` may name functions ``module:function``, with commas between them, that are called with the rank
     first: faults to be found, planted in this process only.
@@ -55,12 +55,13 @@ def work(payload: Payload, context: WorkerContext) -> Payload:
     for planted in filter(None, (payload["plant"] or "").split(",")):
         resolve(planted)(context.rank)
     try:
-        return {"facts": _train(plan, payload, context).to_json()}
+        facts, notes = _train(plan, payload, context)
+        return {"facts": facts.to_json(), "notes": list(notes)}
     except PlanError as error:
         return {"refused": str(error)}
 
 
-def _train(plan: Plan, payload: Payload, context: WorkerContext) -> RankFacts:
+def _train(plan: Plan, payload: Payload, context: WorkerContext) -> tuple[RankFacts, tuple[str, ...]]:
     prepared: Prepared = context.prepared
     task, epoch = prepared.task, context.epoch
     group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size))
@@ -77,6 +78,6 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> RankFacts:
     batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
     for batch in islice(batches, len(recorded.record.steps)):
         stepper.step(batch)
-    facts = witness.facts()
+    facts, notes = witness.facts(), machinery.applied.notes
     disassemble(machinery)
-    return facts
+    return facts, notes

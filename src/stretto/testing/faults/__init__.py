@@ -30,6 +30,7 @@ from stretto.testing.faults.precision import (
     scale_halved_alone,
     sums_in_low_precision,
 )
+from stretto.testing.faults.recompute import other_numbers_in_the_second_forward, statistics_moved_twice
 from stretto.testing.faults.sums import (
     bucket_that_never_fills,
     counted_ghost,
@@ -82,6 +83,7 @@ __all__ = [
     "norm_of_own_shards",
     "only_the_last_microbatch",
     "other_initial_weights",
+    "other_numbers_in_the_second_forward",
     "overflow_decided_alone",
     "partial_sums_not_added",
     "repeated_samples",
@@ -91,6 +93,7 @@ __all__ = [
     "shares_not_gathered",
     "shares_of_another_owner",
     "stale_shard",
+    "statistics_moved_twice",
     "sums_in_low_precision",
     "term_divided_by_anothers_weight",
     "tied_weight_counted_twice",

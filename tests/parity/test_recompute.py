@@ -1,0 +1,151 @@
+"""Whatever is computed again in backward, the numbers are those of one device that keeps everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from parity import BAR_GRADIENT, BAR_WEIGHT, FIGURES, ROOT, Figures, check, kinds, prove
+from stretto.launch import LocalLauncher
+from stretto.verify import PlanReport, verify
+
+HOW = ("selective", "full")
+PLANS = ("dp=1", "dp=2", "dp=2,zero=3", "dp=2,zero=2,microbatches=2")
+APART = ("dp=2,zero=3", "dp=2,zero=3,microbatches=2")  # where no memory is shared
+SEPARATE = "stretto.testing.conditions:separate_memory"
+NAMES = ("gpt", "llama", "digits", "mlp_dropout", "lstm", "bert", "multi")
+# (task, how, plans, plans apart): every task and every plan come, the rest in `make matrix`.
+SAMPLE = (
+    ("gpt", "selective", PLANS, APART),
+    ("gpt", "full", ("dp=2,zero=3",), APART),
+    ("llama", "full", ("dp=2,zero=2,microbatches=2",), ("dp=2,zero=3",)),
+    ("llama", "selective", ("dp=2",), ()),
+    ("digits", "full", PLANS, ("dp=2,zero=3",)),
+    ("digits", "selective", ("dp=2,zero=3",), ()),
+    ("mlp_dropout", "full", ("dp=1", "dp=2"), ("dp=2,zero=3,microbatches=2",)),
+    ("lstm", "selective", ("dp=2",), ("dp=2,zero=3",)),
+)
+SECOND = ROOT / "tests" / "tasks" / "second_forward.py"
+HARD = ROOT / "tests" / "tasks" / "hard_parts.py"
+
+
+def plans(of: tuple[str, ...], how: str) -> tuple[str, ...]:
+    return tuple(f"{plan},recompute={how}" for plan in of)
+
+
+def exact(reports: tuple[PlanReport, ...]) -> None:
+    for report in reports:
+        assert report.status == "passed", f"{report.plan}: {report.reason}"
+        figures = [getattr(report, figure) for figure in FIGURES]
+        assert max(figures[:3]) <= BAR_GRADIENT and max(figures[3:]) <= BAR_WEIGHT, report
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One task under plans that recompute; ``apart``: those where no memory is shared."""
+
+    name: str
+    how: str
+    together: tuple[str, ...] = PLANS
+    apart: tuple[str, ...] = APART
+
+
+@pytest.mark.parametrize("proof", [Proof(*row) for row in SAMPLE], ids=lambda proof: f"{proof.name}-{proof.how}")
+def test_a_sample_has_the_numbers_of_one_device(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
+    """gpt and llama have lists of layers, digits (BatchNorm) and mlp_dropout are Sequentials, lstm has neither."""
+    hold(launcher, figures, proof)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_grid_has_the_numbers_of_one_device(
+    launcher: LocalLauncher, figures: Figures, name: str, how: str
+) -> None:
+    hold(launcher, figures, Proof(name, how))
+
+
+def hold(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
+    name, how = proof.name, proof.how
+    refused = {plan: "BatchNorm" for plan in plans((*PLANS, *APART), how) if name == "digits" and "micro" in plan}
+    sets = {"kind": kinds(name)[HOW.index(how)]}
+    reports = [prove(launcher, name, plans(proof.together, how), sets)]
+    if proof.apart:
+        reports.append(prove(launcher, name, plans(proof.apart, how), sets, SEPARATE))
+    for report in reports:
+        check(report, f"{name} {how}", figures, refused)
+        inactive = [f"recompute={how} is inactive" in (plan.reason or "") for plan in report.plans]
+        assert all(inactive) if name == "lstm" else not any(inactive)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_dropout_in_attention_and_layers_is_drawn_once(launcher: LocalLauncher, how: str) -> None:
+    sets = {"depth": "2", "width": "32", "context": "16", "heads": "2", "batch": "7", "steps": "5", "dropout": "0.3"}
+    of = ("dp=2", "dp_replicate=2,dp_shard=2")
+    exact(verify(ROOT / "examples" / "gpt", plans(of, how), sets, launcher=launcher).plans)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("kind", "of"),
+    [
+        ("draws", ("dp=1", "dp=2,zero=1", "dp=2,zero=3,microbatches=2")),
+        ("norms", ("dp=1", "dp=3", "dp=2,zero=3")),
+        ("attributes", ("dp=1",)),
+    ],
+)
+def test_generators_statistics_and_attributes_are_those_of_the_first_forward(
+    launcher: LocalLauncher, kind: str, of: tuple[str, ...], how: str
+) -> None:
+    exact(verify(SECOND, plans(of, how), {"kind": kind}, launcher=launcher).plans)
+    sharded = tuple(plan for plan in of if "zero=3" in plan)
+    exact(verify(SECOND, plans(sharded, how), {"kind": kind}, launcher=launcher, plant=SEPARATE).plans)
+
+
+def test_a_rank_without_samples_enters_no_collective_twice(launcher: LocalLauncher) -> None:
+    """Batches of three on four ranks: the ghost's layers are computed again as well."""
+    of = plans(("dp=4", "dp=4,zero=3"), "full")
+    exact(verify(SECOND, of, {"kind": "norm", "batch": "3"}, launcher=launcher).plans)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_sparse_complex_frozen_and_shared_parameters_stay_exact(launcher: LocalLauncher, how: str) -> None:
+    of = ("dp=2", "dp=2,zero=2,microbatches=2", "dp_replicate=2,dp_shard=2")
+    exact(verify(HARD, plans(of, how), {}, launcher=launcher).plans)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-autocast"])
+def test_in_low_precision_one_step_is_that_of_keeping_everything(launcher: LocalLauncher, precision: str) -> None:
+    sets = {"depth": "2", "width": "32", "context": "16", "heads": "2", "batch": "7", "steps": "1", "dropout": "0.3"}
+    sets |= {"precision": precision}
+    for how in HOW:
+        for plant in (None, SEPARATE):
+            of = plans(("dp=1", "dp=2,zero=3"), how)
+            for report in verify(ROOT / "examples" / "gpt", of, sets, launcher=launcher, plant=plant).plans:
+                assert report.status == "passed", f"{report.plan}: {report.reason}"
+                assert all(getattr(report, figure) <= 2e-6 for figure in FIGURES), report
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "says"),
+    [
+        ("generator", "full", "layers.0 answers otherwise when it is computed a second time: does it draw from a"),
+        ("cache", "selective", "layers.0 answers otherwise when it is computed a second time"),
+        ("buffer", "full", "layers.0 changes a buffer in place in forward, and would do so a second time"),
+        ("input", "full", "layers.0 was called with a tensor that is changed in place before backward"),
+        ("later", "selective", "layers.2 was called with a tensor that is changed in place before backward"),
+        ("product", "selective", "change in place what it has computed? Use recompute=full or recompute=none"),
+    ],
+)
+def test_what_can_t_be_computed_a_second_time_is_refused_by_name(
+    launcher: LocalLauncher, kind: str, how: str, says: str
+) -> None:
+    report = verify(SECOND, [f"dp=1,recompute={how}", "dp=1"], {"kind": kind}, launcher=launcher)
+    refused, kept = report.plans
+    assert refused.status == "refused" and says in (refused.reason or ""), refused.reason
+    assert kept.status == "passed", kept.reason
+
+
+def test_results_that_are_changed_in_place_are_no_matter_where_none_are_kept(launcher: LocalLauncher) -> None:
+    exact(verify(SECOND, ["dp=1,recompute=full"], {"kind": "product"}, launcher=launcher).plans)
