@@ -113,7 +113,7 @@ def assemble(
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, why = _may_reduce_once(template, plan, group)
-    if plan.tp > 1 and compute != torch.float64 and task.recipe.precision != "fp32":
+    if plan.tp > 1 and task.recipe.precision not in ("fp32", "fp64"):
         raise Refused(
             f"plan {plan}: precision={task.recipe.precision} rounds each rank's part of a sum before it is added up; "
             "how far that is from one device is not stated yet, so tp takes fp32 and fp64"
