@@ -21,6 +21,7 @@ from stretto.elastic.coordinator import (
     Finish,
     GraceOver,
     Graces,
+    Hung,
     Joined,
     Kill,
     KillRequested,
