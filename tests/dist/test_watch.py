@@ -135,7 +135,7 @@ def test_a_rank_that_skips_a_collective_hg07(launcher: LocalLauncher, tmp_path: 
     )
 
 
-def test_a_rank_with_another_order_of_calls_hg03(launcher: LocalLauncher, tmp_path: Path) -> None:
+def test_a_rank_with_another_order_of_calls(launcher: LocalLauncher, tmp_path: Path) -> None:
     line = differs(
         start(launcher, tmp_path / "run", "shared", "order", limit=60), r"barrier no\. 8", r"all_reduce no\. 8 .*"
     )

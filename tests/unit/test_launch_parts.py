@@ -163,7 +163,7 @@ def test_ends_without_a_word() -> None:
 
 
 def test_a_job_survives_json(tmp_path: Path) -> None:
-    job = Job("a:b", {"x": 1}, 3, "c:d", 4, 2, 5, tmp_path, ("p",))
+    job = Job("a:b", {"x": 1}, 3, "c:d", 4, 2, 5, tmp_path, ("p",), 7.5)
     assert Job.from_message(job.to_message()) == job
     assert Job.from_message(Job("a:b").to_message()) == Job("a:b")
     assert job.log_of("m4") == tmp_path / "member-m4.log" and Job("a:b").log_of("m1") is None

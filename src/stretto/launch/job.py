@@ -27,9 +27,9 @@ class Job:
         first_member: number of the first member; a resume goes on where the last start ended.
         attempt: how often the run was started, from 1.
         threads: threads of one worker's operators.
-        hang_after: seconds in which nothing moves until a job whose workers wait for one another is ended; 0: never.
         log_dir: folder for ``member-ID.log``; without it workers print where the launcher prints.
         python_path: folders searched for modules first.
+        hang_after: seconds in which nothing moves until a job whose workers wait for one another is ended; 0: never.
     """
 
     entry: str
@@ -39,9 +39,9 @@ class Job:
     first_member: int = 1
     attempt: int = 1
     threads: int = 1
-    hang_after: float = HANG_AFTER_SECONDS
     log_dir: Path | None = None
     python_path: tuple[str, ...] = ()
+    hang_after: float = HANG_AFTER_SECONDS
 
     def log_of(self, member: str) -> Path | None:
         """The file that takes what the member prints."""
