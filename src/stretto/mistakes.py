@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from stretto.errors import Refused, UserError, nearest, one_line
 
+_INSTALLED: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_NOT_THEIRS: Final = (str(Path(__file__).parent), *_INSTALLED, "<")
 FACTORIES: Final = frozenset({"model", "data", "optimizer", "schedule"})
 
 
@@ -27,8 +29,7 @@ def users_frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def is_users(file: str) -> bool:
     """Whether a file of code is neither ours, nor Python's, nor an installed package's."""
-    others = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not file.startswith((str(Path(__file__).parent), *others, "<"))
+    return not file.startswith(_NOT_THEIRS)
 
 
 def in_one_line(error: Exception, function: str, arguments: tuple[Any, ...], given: Mapping[str, Any]) -> str | None:

@@ -192,9 +192,9 @@ def test_nobody_is_ended_for_being_slow_within_the_limit_or_without_one(
 
 
 def test_the_command_takes_the_limit_and_the_sentence_is_the_last_line(tmp_path: Path) -> None:
-    words = ["train", str(STUCK), "--workers", "2", "--set", "how=stop", "--hang-after", "1"]
+    words = ["train", str(STUCK), "--workers", "2", "--set", "how=loader", "--hang-after", "1"]
     command = [str(Path(sys.executable).parent / "stretto"), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55)
     assert done.returncode == 1, done.stderr
-    last = r"nothing has moved for 1 s: rank 1 .* is stopped .* in step 3, microbatch 1, .* waits longer\n"
+    last = r"nothing has moved for 1 s: rank 1 .* stands in step 3, microbatch 1, at .* in __getitem__, .* waits longer\n"
     assert re.fullmatch(last, done.stderr), done.stderr
