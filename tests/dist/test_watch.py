@@ -196,5 +196,7 @@ def test_the_command_takes_the_limit_and_the_sentence_is_the_last_line(tmp_path:
     command = [str(Path(sys.executable).parent / "stretto"), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55)
     assert done.returncode == 1, done.stderr
-    last = r"nothing has moved for 1 s: rank 1 .* stands in step 2, microbatch 1, at .* in __getitem__, .* waits longer\n"
+    last = (
+        r"nothing has moved for 1 s: rank 1 .* stands in step 2, microbatch 1, at .* in __getitem__, .* waits longer\n"
+    )
     assert re.fullmatch(last, done.stderr), done.stderr
