@@ -5,7 +5,7 @@ Pairs are added up on each rank and then over the ranks; rows go to their sample
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,9 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
         generators.restore()
 
 
-def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str, Total]:
+def evaluate(
+    task: Task, plan: Plan, on: Machinery, feeder: Feeder, moved: Callable[[], None] = lambda: None
+) -> dict[str, Total]:
     """Totals of the loss and of every metric over the whole split, exact on every plan.
 
     A pair becomes (sum, weight), each a float, or a float64 tensor where it has axes. Rows become one tensor
@@ -62,6 +64,7 @@ def evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> dict[str,
     on.applied.refresh()
     with evaluating(on.applied.module):
         for piece in _pieces(*cutting):
+            moved()
             samples = to_device(feeder.get(piece.ids, "evaluate"), on.group.device)
             with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
                 output = forward(task, on, samples, derive_seed(recipe.seed, "evaluate", piece.first))

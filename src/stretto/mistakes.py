@@ -14,18 +14,22 @@ from typing import Any, Final
 
 from stretto.errors import Refused, UserError, nearest, one_line
 
+_INSTALLED: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_NOT_THEIRS: Final = (str(Path(__file__).parent), *_INSTALLED, "<")
 FACTORIES: Final = frozenset({"model", "data", "optimizer", "schedule"})
 
 
 def users_frames(trace: TracebackType | None) -> Iterator[TracebackType]:
-    """The parts of a traceback that are neither ours, nor Python's, nor an installed package's."""
-    ours = str(Path(__file__).parent)
-    others = tuple({ours, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
+    """The parts of a traceback that are the user's."""
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((*others, "<")):
+        if is_users(trace.tb_frame.f_code.co_filename):
             yield trace
         trace = trace.tb_next
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of code is neither ours, nor Python's, nor an installed package's."""
+    return not file.startswith(_NOT_THEIRS)
 
 
 def in_one_line(error: Exception, function: str, arguments: tuple[Any, ...], given: Mapping[str, Any]) -> str | None:

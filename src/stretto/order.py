@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stretto.watch import HANG_AFTER_SECONDS
+
 
 @dataclass(frozen=True)
 class TrainOrder:
@@ -20,6 +22,7 @@ class TrainOrder:
         attempt: counts the starts of the run from 1.
         stop_after: last step to commit in this start.
         force: train even where the probes refuse the plan.
+        hang_after: seconds without any movement after which the run is ended; 0: never.
     """
 
     task: str
@@ -31,6 +34,7 @@ class TrainOrder:
     attempt: int = 1
     stop_after: int | None = None
     force: bool = False
+    hang_after: float = HANG_AFTER_SECONDS
 
     def to_payload(self) -> dict[str, Any]:
         """As a job's payload."""

@@ -41,6 +41,7 @@ from stretto.runfolder import write_summary
 from stretto.skips import SkipWatch
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
+from stretto.watch import Phase
 from stretto.weights import weight_names
 
 
@@ -83,7 +84,8 @@ class Run:
         self._on = assemble(self.task, self.plan, prepared.template, group, source, forced=not self._law.kept)
         self._progress, self._skips = _Progress(), SkipWatch()
         self._notes: list[str | None] = []
-        self._stepper = Stepper(self.task, self.plan, self._data["train"], self._on, observer, self._wants_stop)
+        train, position = self._data["train"], context.position
+        self._stepper = Stepper(self.task, self.plan, train, self._on, observer, self._wants_stop, position)
         seed_everything(derive_seed(self.recipe.seed, "loop"))  # what the loop itself draws is the same everywhere
         if prepared.checkpoint is not None:
             self._resume(prepared.checkpoint)
@@ -260,7 +262,8 @@ class Run:
         if split not in self._data:
             raise UserError(f"run.evaluate(): no split {split!r} in data(); there are {', '.join(self._data)}"
                             f"{nearest(split, self._data)}")  # fmt: skip
-        totals = evaluate(self.task, self.plan, self._on, self._data[split])
+        self._context.position.at(Phase.EVALUATE, self._progress.step)
+        totals = evaluate(self.task, self.plan, self._on, self._data[split], self._context.position.moved)
         # One rank's numbers for all: what a loop decides by them (to stop, say) is then decided alike everywhere.
         shown = self.task.summarize(totals) if self._group.rank == 0 else None
         found: dict[str, float] = self._group.broadcast_json(shown)

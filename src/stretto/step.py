@@ -39,6 +39,7 @@ from stretto.precision import computing, first_scale
 from stretto.sync import Sync
 from stretto.task import Task
 from stretto.terms import Terms
+from stretto.watch import Phase, Position
 
 MAX_ATTEMPTS = 3
 NOT_FINITE = "the gradient is not finite"
@@ -144,11 +145,13 @@ class Stepper:
         machinery: Machinery,
         observer: StepObserver | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
+        position: Position | None = None,
     ) -> None:
         self._task, self._plan, self._feeder = task, plan, feeder
         self._on = machinery
         self._observer = observer or Onlooker()
         self._wants_stop = wants_stop
+        self._position = position or Position()
         self.nominal_weight = float(task.recipe.batch)
         self.scale = first_scale(task.recipe.precision)
         self._names: tuple[str, ...] | None = None  # of the loss's terms, once known
@@ -168,7 +171,9 @@ class Stepper:
             decision = self._prepare_and_vote(batch)
             generators.restore()
             if decision.agreed:
-                return self._apply(batch, decision, began)
+                outcome = self._apply(batch, decision, began)
+                self._position.at(Phase.AFTER, batch.step)
+                return outcome
             with torch.no_grad():
                 for name, buffer in self._on.applied.module.named_buffers():
                     buffer.copy_(buffers[name])
@@ -182,15 +187,19 @@ class Stepper:
         on.applied.module.train()
         pieces = cut(batch.ids, self._plan.dp, self._plan.microbatches, on.data.rank)
         terms = Terms(self._task, on.data, self._nominal(), self._names)
+        self._position.at(Phase.MICROBATCH, batch.step)
         fetched = [self._fetch(piece, batch) for piece in pieces] if terms.weighs_first else None
         terms.weigh(pieces, fetched)
         self._names = terms.names
         for index, piece in enumerate(pieces):
+            self._position.at(Phase.MICROBATCH, batch.step, index + 1, piece.ids)
             # Out here: its errors are no lost peer's.
             samples = self._fetch(piece, batch) if fetched is None else fetched[index]
             with on.sync.microbatch(last=piece is pieces[-1], ghost=piece.ghost):
                 self._run(piece, samples, batch.step, terms)
+        self._position.at(Phase.REDUCE, batch.step)
         on.sync.finish()
+        self._position.at(Phase.VOTE, batch.step)
         return self._vote(batch.step, terms)
 
     def _fetch(self, piece: Piece, batch: BatchHandle) -> Any:

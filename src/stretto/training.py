@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Final
 
 from stretto.assemble import build_template, check_same_model
 from stretto.checkpoint import Checkpoint, list_checkpoints, newest_whole
@@ -34,6 +34,11 @@ from stretto.runfolder import (
 )
 from stretto.task import Setting, Task, load_task
 from stretto.taskfile import changes, keep_sources, task_being_loaded
+
+UNWATCHED: Final = (
+    "nobody looks for hangs here, as other programs than stretto started the workers; a call that waits for others for "
+    "30 min ends them"
+)
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -102,7 +107,7 @@ def start(
         name = loading.name
         raise TaskError(f"{name} calls stretto.start(), so it is a script with a loop of its own: `stretto run {name}`")
     imported = rss_bytes()
-    if current() is None:
+    if unwatched := current() is None:
         _tell_mistakes_in_one_line()
     context = attach()
     context.imports_rss_bytes = context.imports_rss_bytes or imported
@@ -112,6 +117,8 @@ def start(
     verdict = _examined_by_one(loaded, chosen, Path(run or "runs/NAME"), context)
     group = form_group(chosen, context)
     tell = context.control.send if group.rank == 0 else _quiet
+    if unwatched and group.size > 1:
+        tell({"kind": "note", "text": UNWATCHED})
     law = settle(Verdict.from_json(group.broadcast_json(verdict)), force, "start(force=True)", tell)
     folder, attempt = _agree_on_folder(group, loaded, None if run is None else Path(run), resume)
     going_on = resume and bool(list_checkpoints(folder / "checkpoints"))
@@ -155,7 +162,11 @@ def form_group(plan: Plan, context: WorkerContext) -> Group:
     """The group of the context's epoch. Every member must call it. It breaks when the launcher says so."""
     context.coordinates = plan.mesh.describe(context.rank)
     epoch = context.epoch
-    group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size), device=_device(context))
+    place = Rendezvous(epoch.store, epoch.number, context.rank, context.world_size)
+    # The group's own limit says less than whoever looks for hangs, so it comes later.
+    place = replace(place, timeout_seconds=max(place.timeout_seconds, 2 * context.hang_after))
+    group = Group(place, device=_device(context))
+    context.position.begin(context.coordinates, group.under_way)
     context.control.on_break(group.break_)
     return group
 

@@ -79,8 +79,10 @@ def test_a_break_frees_a_waiting_member_at_once(launcher: LocalLauncher, how: st
 def test_calls_that_differ_are_named_on_every_rank(
     launcher: LocalLauncher, calls: tuple[str, ...], named: tuple[str, str]
 ) -> None:
-    for found in play(launcher, "differ", len(calls), 5, calls=calls):
-        assert found["kind"] == "CallsDiffer", found
+    """Where most make the same call, they lose the odd one, whose error is the cause."""
+    for rank, found in enumerate(play(launcher, "differ", len(calls), 5, calls=calls)):
+        among_most = calls.count(calls[rank]) > len(calls) / 2
+        assert found["kind"] == ("PeerLost" if among_most else "CallsDiffer"), found
         assert all(name in found["text"] for name in named), found
 
 
@@ -91,7 +93,7 @@ def test_a_call_made_by_one_rank_alone_ends_in_time_and_costs_nothing_hg07(launc
     assert 1.0 <= first["took"] < 1.5
     assert first["busy"] < 0.1, "who waits sleeps"
     for found in others:
-        assert found["kind"] == "CallsDiffer" and "rank 0 in reduce_scatter no. 2 (3 x 12 bytes" in found["text"]
+        assert found["kind"] == "PeerLost" and "rank 0 is in reduce_scatter no. 2 (3 x 12 bytes" in found["text"]
 
 
 def test_a_member_that_has_closed_its_group_is_not_waited_for(launcher: LocalLauncher) -> None:

@@ -21,6 +21,7 @@ from stretto.elastic.coordinator import (
     Finish,
     GraceOver,
     Graces,
+    Hung,
     Joined,
     Kill,
     KillRequested,
@@ -118,6 +119,31 @@ def test_an_end_before_the_epoch_is_a_failure_even_a_polite_one() -> None:
     [finish] = coordinator.handle(Ended("m1", 0))
     assert isinstance(finish, Finish) and finish.exit_code == 1
     assert finish.failure is not None and "before all 2 workers" in finish.failure.text
+
+
+def hung(member: str, time: float = 1.0) -> Failure:
+    return Failure(member, 0, "hang", f"{member} holds the others up", 1, time=time)
+
+
+def test_a_hang_ends_all_and_is_the_cause_of_what_the_others_say_then() -> None:
+    coordinator = started(2)
+    assert coordinator.handle(Hung(hung("m2"))) == [Break(("m1", "m2")), Wait(5.0)]
+    assert coordinator.handle(Hung(hung("m1"))) == [], "it is being ended"
+    coordinator.handle(Ended("m1", 1, bad("m1", 2.0, consequence=True)))
+    assert coordinator.handle(Ended("m2", 3, bad("m2", 3.0, code=3))) == [Finish(1, hung("m2"))]
+
+
+def test_a_hang_is_the_policys_to_answer_but_not_to_be_left_alone() -> None:
+    policy = Scripted(["respawn", "continue"])
+    coordinator = started(2, policy)
+    coordinator.handle(Hung(hung("m2")))
+    coordinator.handle(Ended("m1", 1, bad("m1")))
+    assert coordinator.handle(Ended("m2", 1, bad("m2"))) == [Spawn("m3", 0), Spawn("m4", 1)]
+    assert coordinator.handle(Hung(hung("m3"))) == [], "there is no epoch yet"
+    coordinator.handle(Joined("m3"))
+    coordinator.handle(Joined("m4"))
+    assert coordinator.handle(Hung(hung("m4"))) == [Break(("m3", "m4")), Wait(5.0)]
+    assert policy.asked == [("m2", 1), ("m4", 1)]
 
 
 def test_continue_leaves_the_others_alone_and_keeps_the_exit_code() -> None:
@@ -253,6 +279,7 @@ class World:
             choices += [] if joined else [Joined(member)] * 4
         choices += [GraceOver()] if self.waiting else []
         choices += [StopRequested(15), AtSafePoint(), Ended("stranger", 1, bad("stranger")), Joined("stranger")]
+        choices += [Hung(hung(member, self.clock)) for member in self.running]
         choices += [KillRequested(2)] if self.draw(st.integers(0, 9)) == 0 else []
         event: Event = self.draw(st.sampled_from(choices))
         return event

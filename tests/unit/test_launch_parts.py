@@ -142,6 +142,14 @@ def test_what_a_lost_peer_caused_is_a_consequence(suppressed: bool) -> None:
     assert not describe(caused(RuntimeError("backward"), KeyError("x")))["consequence"]
 
 
+def test_what_a_users_own_call_of_torchs_sees_of_a_lost_peer_is_a_consequence_too() -> None:
+    from stretto.comm.shm_segment import CallsDiffer, Lost
+
+    assert describe(raised(Lost("rank 1 died")))["consequence"]
+    assert describe(raised(RuntimeError("[gloo/gloo/transport/tcp/pair.cc:537] Read error")))["consequence"]
+    assert not describe(raised(CallsDiffer("rank 1 is in barrier no. 8")))["consequence"]
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code", "text"),
     [(3, 3, "sys.exit(3) was called"), ("stop here", 1, "stop here"), (256, 1, "sys.exit(256) was called")],
@@ -163,7 +171,7 @@ def test_ends_without_a_word() -> None:
 
 
 def test_a_job_survives_json(tmp_path: Path) -> None:
-    job = Job("a:b", {"x": 1}, 3, "c:d", 4, 2, 5, tmp_path, ("p",))
+    job = Job("a:b", {"x": 1}, 3, "c:d", 4, 2, 5, tmp_path, ("p",), 7.5)
     assert Job.from_message(job.to_message()) == job
     assert Job.from_message(Job("a:b").to_message()) == Job("a:b")
     assert job.log_of("m4") == tmp_path / "member-m4.log" and Job("a:b").log_of("m1") is None

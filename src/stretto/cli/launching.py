@@ -108,6 +108,7 @@ def launch_training(launch: Launch, *, quiet: bool) -> int:
             first_member=launch.first_member,
             attempt=launch.order.attempt,
             threads=Cluster.measure().threads_per_worker(workers),
+            hang_after=launch.order.hang_after,
             log_dir=run / "logs",
         )
         result = launcher.run(job, display.on_event, display.on_output)

@@ -35,6 +35,16 @@ StopAfterOption = Annotated[
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Train even where the plan would change the numbers; the run folder records it.")
 ]
+HangOption = Annotated[
+    float | None,
+    typer.Option(
+        "--hang-after",
+        min=0,
+        metavar="SECONDS",
+        help="End the run, and say which worker holds the others up, once nothing has moved for so long; 0: never. "
+        "[default: 300]",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 
 
@@ -49,6 +59,18 @@ def parse_sets(given: Sequence[str] | None) -> dict[str, str]:
             raise UserError(f"--set {key.strip()} is given twice; give it once")
         found[key.strip()] = value
     return found
+
+
+def hang_seconds(given: float | None) -> float:
+    """The limit that ``--hang-after`` gives, or the usual one."""
+    from stretto.watch import HANG_AFTER_SECONDS
+
+    return HANG_AFTER_SECONDS if given is None else given
+
+
+def without_effect(hang_after: float | None, workers: int) -> str:
+    """Why ``--hang-after`` does nothing here; empty where it does something, or was not given."""
+    return "--hang-after has no effect: a lone worker waits for nobody" if hang_after and workers == 1 else ""
 
 
 def find_task(text: str) -> Path:

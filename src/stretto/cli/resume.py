@@ -11,13 +11,16 @@ import typer
 
 from stretto.cli.options import (
     ForceOption,
+    HangOption,
     JsonOption,
     PlanOption,
     RunArgument,
     StopAfterOption,
     WorkersOption,
+    hang_seconds,
     parse_sets,
     shown_path,
+    without_effect,
 )
 from stretto.errors import CheckpointError, UserError, nearest
 
@@ -39,6 +42,7 @@ def resume_command(
     ] = None,
     stop_after: StopAfterOption = None,
     force: ForceOption = False,
+    hang_after: HangOption = None,
     json: JsonOption = False,
 ) -> None:
     """Go on with a run from its newest whole checkpoint, on any number of workers."""
@@ -67,8 +71,10 @@ def resume_command(
             attempt=starts[-1].attempt + 1 if starts else 1,
             stop_after=stop_after,
             force=force,
+            hang_after=hang_seconds(hang_after),
         )
         repeated = (*given_sets(resolved, changed), *(sets or ()))
+        note = "; ".join(filter(None, (without_effect(hang_after, chosen.world_size), note)))
         launch = Launch(order, chosen, shown_path(task), repeated, first_member(run), note)
         code = launch_training(launch, quiet=json)
     raise typer.Exit(code)

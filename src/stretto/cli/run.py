@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.options import SEEN_ONCE, shown_path
+from stretto.cli.options import SEEN_ONCE, HangOption, hang_seconds, shown_path, without_effect
 from stretto.errors import LaunchError, nearest
 
 
@@ -22,9 +22,10 @@ def run_command(
     workers: Annotated[
         int, typer.Option("--workers", min=1, metavar="N", help="Workers to start, each a process of its own.")
     ] = 1,
+    hang_after: HangOption = None,
 ) -> None:
     """Run a script with its own loop, on some workers."""
-    raise typer.Exit(launch_script(find_script(script), args or [], workers))
+    raise typer.Exit(launch_script(find_script(script), args or [], workers, hang_after))
 
 
 def find_script(script: Path) -> Path:
@@ -35,7 +36,7 @@ def find_script(script: Path) -> Path:
     return script.resolve()
 
 
-def launch_script(script: Path, args: list[str], workers: int) -> int:
+def launch_script(script: Path, args: list[str], workers: int, hang_after: float | None = None) -> int:
     """Runs the script in each worker. Returns the exit code."""
     from stretto.cli.display import Display
     from stretto.cli.launching import conclude
@@ -47,11 +48,14 @@ def launch_script(script: Path, args: list[str], workers: int) -> int:
     with tempfile.TemporaryDirectory(prefix="stretto-logs-") as logs:
         with LocalLauncher(preloads(None)) as launcher, Display() as display:
             display.starting(workers)
+            if note := without_effect(hang_after, workers):
+                display.note(note)
             job = Job(
                 entry="stretto.script:work",
                 payload={"script": str(script), "args": args},
                 num_workers=workers,
                 threads=Cluster.measure().threads_per_worker(workers),
+                hang_after=hang_seconds(hang_after),
                 log_dir=Path(logs),
                 python_path=(str(script.parent),),
             )

@@ -9,6 +9,7 @@ import typer
 
 from stretto.cli.options import (
     ForceOption,
+    HangOption,
     JsonOption,
     PlanOption,
     SetOption,
@@ -16,7 +17,9 @@ from stretto.cli.options import (
     TaskArgument,
     WorkersOption,
     find_task,
+    hang_seconds,
     parse_sets,
+    without_effect,
 )
 
 
@@ -30,6 +33,7 @@ def train_command(
         Path | None, typer.Option("--run", metavar="DIR", help="The run folder; else the next free runs/NAME.")
     ] = None,
     force: ForceOption = False,
+    hang_after: HangOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train a task on some workers."""
@@ -50,6 +54,8 @@ def train_command(
             run=str(folder.path),
             stop_after=stop_after,
             force=force,
+            hang_after=hang_seconds(hang_after),
         )
-        code = launch_training(Launch(order, chosen, task, tuple(sets or ())), quiet=json)
+        note = without_effect(hang_after, chosen.world_size)
+        code = launch_training(Launch(order, chosen, task, tuple(sets or ()), note=note), quiet=json)
     raise typer.Exit(code)

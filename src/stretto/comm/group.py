@@ -62,6 +62,7 @@ class Group(Members):
         one_host = rendezvous.store.startswith("file://") or self.size == 1
         self.transport = self._form(rendezvous, one_host and self.device.type == "cpu")
         self._group = dist.group.WORLD
+        self._made: list[Any] = [self._group]  # those of torch's that calls are counted on
         self._sockets = _opened_since(before)
 
     def _form(self, rendezvous: Rendezvous, one_host: bool) -> str:
@@ -107,6 +108,7 @@ class Group(Members):
         with self.guard():
             found = [dist.new_group(list(line)) for line in lines]
         self._sockets |= _opened_since(before)
+        self._made.append(found[lines.index(mine)])
         return Members(mine.index(self.rank), len(mine), self.device, found[lines.index(mine)], self._broken)
 
     def break_(self) -> None:
@@ -118,11 +120,20 @@ class Group(Members):
             if _inode(fd) == inode:
                 _shutdown(fd)
 
+    def under_way(self) -> tuple[str, int]:
+        """The call that this member has begun and others have not, where that is known, and how many it has begun on
+        the groups of this epoch. Any thread may ask, at any time."""
+        if self._shared:
+            found = [group.under_way() for group in self._shared]
+            return next((call for call, _ in found if call), ""), sum(number for _, number in found)
+        numbers = [group._get_sequence_number_for_group() for group in self._made]
+        return "", sum(numbers)
+
     def close(self) -> None:
         """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone."""
         if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
-        self._sockets, self._shared = {}, []
+        self._sockets, self._shared, self._made = {}, [], []
 
 
 def _open_store(rendezvous: Rendezvous) -> Store:

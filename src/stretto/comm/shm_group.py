@@ -81,6 +81,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         """Ends every call on this group, now and later, with Lost. Any thread may call it, at any time."""
         self._segment.leave(Lost(f"rank {self.rank()}: {why}"))
 
+    def under_way(self) -> tuple[str, int]:
+        """The call that this member has begun and others have not, and how many it has begun. Any thread may ask."""
+        return self._segment.under_way(), self._count
+
     # The collectives, with torch's names and arguments.
 
     def barrier(self, opts: Any = None) -> dist.Work:

@@ -23,12 +23,13 @@ import os
 import platform
 import sys
 import time
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from stretto.comm.shm_memory import PAGE, SharedMemory, Unavailable
+from stretto.errors import PeerLost
 
 BUFFER_BYTES: Final = 1 << 20  # two of them and a page for each member; larger ones fall out of the caches
 
@@ -41,10 +42,12 @@ _SYS_FUTEX: Final = 202
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _NAP_NANOSECONDS: Final = 20_000_000  # a break that comes just before a nap is seen after it
 _CHECK_SECONDS: Final = 0.1
+_ALL_HERE_SECONDS: Final = 1.0
+_SAME: Final = "every rank must make the same calls in the same order"
 _SPINS: Final = 1000  # about 50 us
 
 
-class Lost(RuntimeError):
+class Lost(PeerLost, RuntimeError):
     """A member died, left, or did not come in time, or the group was broken."""
 
 
@@ -146,20 +149,43 @@ class Segment:
                 self._check(call, now)
                 if now > deadline:
                     missing = _ranks(self._missing())
-                    raise Lost(
-                        f"rank {self.rank} waited {self._timeout:g} s in {call.decode()} for {missing}; "
-                        "every rank must make the same calls in the same order"
-                    )
+                    raise Lost(f"rank {self.rank} waited {self._timeout:g} s in {call.decode()} for {missing}; {_SAME}")
                 self._futex.sleep(self._address + peer * PAGE, seen & 0xFFFFFFFF)
             self._compare(call, peer)  # before waiting for the next: it may wait for us in another call
 
     def _compare(self, call: bytes, peer: int) -> None:
+        if self._call_of(peer) != call.decode(errors="replace"):
+            self._tell_apart(peer)
+
+    def _tell_apart(self, peer: int) -> NoReturn:
+        """A call of ``peer`` is not this member's. Where most make the same call, those lose the others to it, so that
+        it is an odd one whose own traceback tells what went wrong."""
+        deadline = time.monotonic() + _ALL_HERE_SECONDS
+        while (missing := self._missing()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        found: dict[str, list[int]] = {}
+        for rank in range(self.size):
+            if rank not in missing:
+                found.setdefault(self._call_of(rank), []).append(rank)
+        mine, theirs = self._call_of(self.rank), self._call_of(peer)
+        most = max(found.values(), key=len)
+        if 2 * len(most) <= self.size:
+            raise CallsDiffer(f"rank {self.rank} is in {mine}, but rank {peer} in {theirs}; {_SAME}")
+        if self.rank in most:
+            raise Lost(f"in {mine}: rank {peer} is in {theirs}; {_SAME}")
+        raise CallsDiffer(f"rank {self.rank} is in {mine}, but {_ranks(most)} in {self._call_of(most[0])}; {_SAME}")
+
+    def _call_of(self, peer: int) -> str:
+        """What ``peer`` has posted for the last step."""
         at = peer * PAGE + _CALL + ((self.steps - 1) & 1) * _CALL_BYTES
-        if (theirs := self._memory[at : at + _CALL_BYTES].rstrip(b"\0")) != call:
-            raise CallsDiffer(
-                f"rank {self.rank} is in {call.decode()}, but rank {peer} in {theirs.decode(errors='replace')}; "
-                "every rank must make the same calls in the same order"
-            )
+        return self._memory[at : at + _CALL_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def under_way(self) -> str:
+        """The call of the step that this member has posted and others have not; empty where there is none. Any
+        thread may ask."""
+        if not self.steps or not self._missing():
+            return ""
+        return self._call_of(self.rank)
 
     def leave(self, why: Exception) -> None:
         """Ends every wait on this segment, here and, as this member won't come any more, at the others. Any thread."""

@@ -42,6 +42,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Hung:
+    """Nothing moves any more; ``failure`` names the member that holds the others up, or none."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """The job shall end cleanly, at the members' next safe point. Once is enough; more change nothing."""
 
@@ -65,7 +72,7 @@ class GraceOver:
     """The time of the last :class:`Wait` has passed."""
 
 
-Event = Joined | Ended | StopRequested | AtSafePoint | KillRequested | GraceOver
+Event = Joined | Ended | Hung | StopRequested | AtSafePoint | KillRequested | GraceOver
 
 # ---- commands
 
@@ -190,6 +197,8 @@ class Coordinator:
                 return self._on_joined(member)
             case Ended(member, status, failure):
                 return self._on_ended(member, status, failure) if member in self._alive else []
+            case Hung(failure):
+                return self._on_hung(failure)
             case StopRequested(signal):
                 return self._on_stop(signal)
             case AtSafePoint():
@@ -234,6 +243,13 @@ class Coordinator:
             if self._rung is None:
                 commands = self._answer(self._decide(member, status))
         return commands if self._alive else self._all_ended()
+
+    def _on_hung(self, failure: Failure) -> list[Command]:
+        if self._gathering or self._rung is not None:
+            return []
+        self._failures.append(failure)
+        decision = self._decide(failure.member, failure.exit_code)
+        return self._answer("stop" if decision == "continue" else decision)  # a hang can't be left alone
 
     def _decide(self, member: str, status: int) -> Decision:
         decision = self._policy.on_end(member, status)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-FailureKind = Literal["user", "program", "signal"]
+FailureKind = Literal["user", "program", "signal", "hang"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Failure:
     Args:
         member: its id; ``host`` for what failed before there were members.
         rank: its rank, or None for the host.
-        kind: ``user`` (a mistake to mend, one line), ``program`` (a whole traceback), ``signal`` (one line).
+        kind: ``user`` (a mistake to mend, one line), ``program`` (a whole traceback), ``signal`` and ``hang`` (one
+            line).
         text: what to print.
         exit_code: what the command should end with; never 0.
         coordinates: the member's place on the mesh, such as ``dp=1``, where it said so.

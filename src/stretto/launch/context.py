@@ -13,6 +13,7 @@ from typing import Any
 from stretto.elastic.epoch import MembershipEpoch
 from stretto.errors import LaunchError, nearest
 from stretto.launch.control import Control, NoControl
+from stretto.watch import Position
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _current: ContextVar[WorkerContext | None] = ContextVar("stretto_worker", default=None)
@@ -39,6 +40,9 @@ class WorkerContext:
     imports_rss_bytes: int = 0
     local_rank: int = 0
     coordinates: str = ""
+    # Where it is in its work, for whoever looks for hangs.
+    position: Position = field(default_factory=Position, init=False)
+    hang_after: float = field(default=0.0, init=False)  # seconds; 0 where nobody looks for hangs
     store_server: object = None  # kept alive with the context, where this process hosts the store
 
     @property

@@ -62,9 +62,11 @@ class ChannelControl:
         self._lock = threading.Lock()
         self._broken = False
         self._callbacks: list[_Callback] = []
+        self._where: Callable[[], dict[str, Any]] | None = None
 
-    def watch(self) -> None:
-        """Starts the watching thread."""
+    def watch(self, where: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Starts the watching thread. It answers the launcher's question where this worker is by ``where``."""
+        self._where = where
         threading.Thread(target=self._watch, name="stretto-control", daemon=True).start()
 
     def send(self, event: dict[str, Any]) -> None:
@@ -95,7 +97,15 @@ class ChannelControl:
                 self._stop.set()
             elif message["kind"] == "break":
                 self._break()
+            elif message["kind"] == "where" and self._where is not None:
+                self._answer(self._where)
         os._exit(128 + signal.SIGHUP)  # nobody is left to work for
+
+    def _answer(self, where: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self._channel.send({"kind": "stands", **where()})
+        except Exception:  # a question that finds no answer must not end the worker
+            traceback.print_exc(file=sys.stderr)
 
     def _break(self) -> None:
         with self._lock:

@@ -34,7 +34,7 @@ def describe(error: BaseException, coordinates: str = "") -> dict[str, Any]:
         "whole": whole or text,
         "exit_code": code,
         "time": time.monotonic(),
-        "consequence": any(isinstance(link, PeerLost) for link in _chain(error)),
+        "consequence": any(_of_lost_peer(link) for link in _chain(error)),
         "coordinates": coordinates,
     }
 
@@ -75,6 +75,11 @@ def _of_exit(error: SystemExit) -> tuple[str, int]:
     if error.code is None or isinstance(error.code, int):
         return f"sys.exit({error.code}) was called", (error.code or 1) & 0xFF or 1
     return str(error.code), 1
+
+
+def _of_lost_peer(link: BaseException) -> bool:
+    """Ours, or what torch raises where the user's code calls it itself."""
+    return isinstance(link, PeerLost) or (isinstance(link, RuntimeError) and "gloo/transport" in str(link))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.elastic.failure import Failure
+from stretto.watch import HANG_AFTER_SECONDS
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Job:
         threads: threads of one worker's operators.
         log_dir: folder for ``member-ID.log``; without it workers print where the launcher prints.
         python_path: folders searched for modules first.
+        hang_after: seconds in which nothing moves until a job whose workers wait for one another is ended; 0: never.
     """
 
     entry: str
@@ -39,6 +41,7 @@ class Job:
     threads: int = 1
     log_dir: Path | None = None
     python_path: tuple[str, ...] = ()
+    hang_after: float = HANG_AFTER_SECONDS
 
     def log_of(self, member: str) -> Path | None:
         """The file that takes what the member prints."""

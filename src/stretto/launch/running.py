@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from stretto.elastic.coordinator import (
     Event,
     Finish,
     GraceOver,
+    Hung,
     Joined,
     Kill,
     KillRequested,
@@ -37,9 +40,12 @@ from stretto.launch.failures import judge
 from stretto.launch.interrupts import Interrupts
 from stretto.launch.job import Job, JobResult
 from stretto.launch.tail import Tail
+from stretto.watch import Record, Standing, Subject, Watcher, judge_sizes, state_of_process
 
 _CLEAR_SECONDS = 2.0
 _TAIL_SECONDS = 0.1
+_LOG_BYTES = 1 << 16
+_SIZES_DIFFER = b"gloo::EnforceNotMet"
 
 
 class ServerSide(Protocol):
@@ -58,7 +64,18 @@ class _Worker:
     def __init__(self, rank: int, channel: Channel) -> None:
         self.rank = rank
         self.channel = channel
+        self.pid = 0
+        self.record = Record()
         self.last_word: Message | None = None
+
+    def joined(self, pid: int, record: int) -> None:
+        """It runs, and keeps its record where the descriptor leads."""
+        self.pid, self.record = pid, Record.of(record)
+        os.close(record)
+
+    def seen(self) -> Subject:
+        """What can be seen of it now."""
+        return Subject("ended" if self.channel.at_end else state_of_process(self.pid), self.record)
 
 
 class RunningJob:
@@ -87,6 +104,7 @@ class RunningJob:
         self._deadline: float | None = None
         self._interrupted = False
         self._finish: Finish | None = None
+        self._watcher = Watcher(job.hang_after)
 
     def run(self) -> JobResult:
         """From the request for a host to the end of the job."""
@@ -103,6 +121,8 @@ class RunningJob:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._deadline = None
                 self._feed(GraceOver())
+            if self._watcher.due is not None and time.monotonic() >= self._watcher.due:
+                self._look_for_a_hang()
         self._close_logs()
         return JobResult(self._finish.exit_code, self._results, self._finish.failure)
 
@@ -131,7 +151,7 @@ class RunningJob:
         for channel in channels:
             if channel is not None and not channel.at_end:
                 poll.register(channel, select.POLLIN)
-        due = [self._deadline - time.monotonic()] if self._deadline is not None else []
+        due = [at - time.monotonic() for at in (self._deadline, self._watcher.due) if at is not None]
         due += [_TAIL_SECONDS] if self._tail is not None else []
         ready = {fd for fd, _ in poll.poll(max(0.0, min(due)) * 1000 if due else None)}
         if self._tail is not None:
@@ -161,7 +181,10 @@ class RunningJob:
                     if message["event"].get("kind") == "stopping":
                         self._feed(AtSafePoint())
                     self._on_event(member, message["event"])
+                case "stands":
+                    self._watcher.heard(member, message)
                 case "joined":
+                    worker.joined(message["pid"], worker.channel.take_fd())
                     self._feed(Joined(member))
                 case _:
                     worker.last_word = message
@@ -199,9 +222,40 @@ class RunningJob:
             failure = Failure(member, worker.rank, "user", message["refusal"], LaunchError.exit_code)
         else:
             failure = judge(member, worker.rank, status, message["time"], worker.last_word)
+            if failure is not None and worker.last_word is None:
+                failure = self._tell_its_place(failure, worker)
         if failure is None and worker.last_word is not None:
             self._results[member] = worker.last_word["result"]
         self._feed(Ended(member, status, failure))
+
+    def _look_for_a_hang(self) -> None:
+        now = time.monotonic()
+        hang = self._watcher.look(now, lambda member: self._workers[member].seen())
+        if hang is None:
+            self._tell(self._watcher.to_ask(now), {"kind": "where"})
+            return
+        text = f"{hang.text}; where that is only slow, --hang-after SECONDS waits longer"
+        failure = Failure("launcher", None, "hang", text, 1, time=now)
+        self._feed(Hung(_blaming(hang.culprit, failure)))
+
+    def _tell_its_place(self, failure: Failure, worker: _Worker) -> Failure:
+        """Of one that ended without a word, the record tells where."""
+        if not worker.record.moves:
+            return failure
+        if failure.exit_code == 128 + signal.SIGABRT and self._logged(failure.member, _SIZES_DIFFER):
+            named = [(member, self._workers[member]) for member in self._watcher.members]
+            together = [Standing(each.rank, m, each.record.coordinates, each.record.doing()) for m, each in named]
+            found = judge_sizes(together, worker.rank)
+            return _blaming(found.culprit, replace(failure, text=found.text))
+        text = f"{failure.text}; it was {worker.record.doing()}"
+        return replace(failure, text=text, coordinates=worker.record.coordinates)
+
+    def _logged(self, member: str, words: bytes) -> bool:
+        """Whether the end of a member's log has the words."""
+        log = self._job.log_of(member)
+        with suppress(OSError):
+            return log is not None and words in log.read_bytes()[-_LOG_BYTES:]
+        return False
 
     # ---- doing
 
@@ -215,10 +269,12 @@ class RunningJob:
                     self._spawn(member, rank)
                 case Announce(epoch):
                     self._results.clear()
+                    self._watcher.begin(epoch.members, time.monotonic())
                     self._tell(epoch.members, {"kind": "epoch", **epoch.to_message()})
                 case AskToStop(members):
                     self._tell(members, {"kind": "stop"})
                 case Break(members):
+                    self._watcher.end()  # what is being ended is not watched
                     self._tell(members, {"kind": "break"})
                 case Terminate(members):
                     self._signal(members, signal.SIGTERM)
@@ -264,11 +320,21 @@ class RunningJob:
         """The rest of what the lowest rank printed; and each failure in its member's log, for later readers."""
         if self._tail is not None:
             self._tail.follow()
+        failure = self._finish.failure if self._finish is not None else None
         for member, worker in self._workers.items():
-            log = self._job.log_of(member)
-            if log is not None and worker.last_word is not None and worker.last_word["kind"] == "failed":
+            log, word = self._job.log_of(member), worker.last_word
+            told = word["whole"] if word is not None and word["kind"] == "failed" else ""
+            if failure is not None and failure.kind == "hang" and failure.member == member:
+                told = f"{told}\n{failure}".lstrip()
+            if log is not None and told:
                 with suppress(OSError), log.open("a") as file:  # a full disk must not hide the failure itself
-                    file.write(worker.last_word["whole"] + "\n")
+                    file.write(told + "\n")
+
+
+def _blaming(culprit: Standing | None, failure: Failure) -> Failure:
+    if culprit is None:
+        return failure
+    return replace(failure, member=culprit.member, rank=culprit.rank, coordinates=culprit.coordinates)
 
 
 def _print(text: str) -> None:

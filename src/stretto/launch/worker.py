@@ -18,6 +18,7 @@ from stretto.launch.control import ChannelControl
 from stretto.launch.failures import describe
 from stretto.launch.job import Job, resolve
 from stretto.launch.process import flush_output, pass_death_to_forks
+from stretto.watch import Position
 
 
 def run_worker(job: Job, member: str, channel: Channel, prepared: Any, imports_rss_bytes: int) -> int:
@@ -34,14 +35,18 @@ def run_worker(job: Job, member: str, channel: Channel, prepared: Any, imports_r
     faulthandler.enable(file=2)
     set_threads(job.threads)
 
-    channel.send({"kind": "joined"})
+    position = Position()
+    record = position.share()
+    channel.send({"kind": "joined", "pid": os.getpid()}, [record])
+    os.close(record)
     message = channel.receive()
     if message is None:
         return 1  # the launcher ended before there was an epoch
     control = ChannelControl(channel)
-    control.watch()
     epoch = MembershipEpoch.from_message(message)
     context = WorkerContext(member, epoch, prepared, control, imports_rss_bytes, local_rank=epoch.rank_of(member))
+    context.position, context.hang_after = position, job.hang_after
+    control.watch(position.told)
     enter(context)
     return _work(job, context, channel)
 
