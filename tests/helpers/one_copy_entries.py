@@ -63,7 +63,7 @@ def refused(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     if context.rank == payload["rank"]:
         _refuse(payload["what"])
     on = assemble(task, plan, build_template(task), group)
-    return {"layout": type(on.applied).__name__, "note": on.note, "losses": _train(task, plan, on, 3)}
+    return {"layout": type(on.applied).__name__, "note": "; ".join(on.notes), "losses": _train(task, plan, on, 3)}
 
 
 def killed(payload: dict[str, Any], context: WorkerContext) -> None:

@@ -14,6 +14,7 @@ from stretto.verify.run import preloads
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "tests" / "tasks"
 NO_MEMORY = "stretto.testing.conditions:no_free_memory"
+MATRIX = pytest.mark.matrix  # what a sample in `make test` leaves to `make matrix`
 SEPARATE = "stretto.testing.conditions:separate_memory"
 # Each way in which gradients travel: whole, dealt, passing on, sharded, in several copies; once a step and more often.
 PLANS = (
@@ -113,7 +114,7 @@ def test_a_low_precision_means_the_same_at_every_stage(launcher: LocalLauncher, 
         assert report.weight_max_rel or report.grad_max_rel, "float32 sums in another order are not equal to the bit"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-autocast"])
+@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=MATRIX) for p in ("fp16", "bf16-autocast"))])
 def test_a_batch_norm_in_low_precision_is_within_its_wide_bounds_dp15(launcher: LocalLauncher, precision: str) -> None:
     plans = ("dp=1", "dp=3,zero=1", "dp=2,zero=3")
     for report in proved(
