@@ -55,7 +55,7 @@ class Proof:
 
 @pytest.mark.parametrize("proof", [Proof(*row) for row in SAMPLE], ids=lambda proof: f"{proof.name}-{proof.how}")
 def test_a_sample_has_the_numbers_of_one_device(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
-    """gpt and llama have lists of layers, digits (BatchNorm) and mlp_dropout are Sequentials, lstm has neither."""
+    """gpt and llama have lists of layers, digits (BatchNorm) and mlp_dropout are Sequentials, lstm and multi neither."""
     hold(launcher, figures, proof)
 
 
@@ -78,7 +78,7 @@ def hold(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
     for report in reports:
         check(report, f"{name} {how}", figures, refused)
         inactive = [f"recompute={how} is inactive" in (plan.reason or "") for plan in report.plans]
-        assert all(inactive) if name == "lstm" else not any(inactive)
+        assert all(inactive) if name in ("lstm", "multi") else not any(inactive)
 
 
 @pytest.mark.parametrize("how", SELECTIVE_IN_MATRIX)

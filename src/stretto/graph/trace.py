@@ -50,7 +50,7 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
     call = _Listed(module, (arguments, dict(keywords)), outputs.append)
     call.train(module.training)
     try:
-        program = torch.export.export(call, (list(tensors_in(call.given)),), strict=False)
+        program = _export(call)
     except Exception as error:  # whatever the model does may fail in its own way
         raise Refused(f"the model can't be traced, so it can't be cut inside: {one_line(error)}") from error
     if drawn != (random.getstate(), numpy.random.get_state()[1].tobytes()):  # type: ignore[index]
@@ -85,6 +85,19 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
         mutated=tuple(mutated),
         output=outputs[-1],
     )
+
+
+def _export(call: _Listed) -> torch.export.ExportedProgram:
+    """Once more where torch has taken a tensor of its own making for a constant: seen once in some hundreds of traces,
+    of a model without constants (torch 2.13), for no reason that was found; the same test passed when it ran again.
+    """
+    given = (list(tensors_in(call.given)),)
+    try:
+        return torch.export.export(call, given, strict=False)
+    except Exception as error:
+        if "fake tensor in the exported program constant" not in str(error):
+            raise
+        return torch.export.export(call, given, strict=False)
 
 
 class _Listed(nn.Module):
