@@ -55,7 +55,7 @@ class Proof:
 
 @pytest.mark.parametrize("proof", [Proof(*row) for row in SAMPLE], ids=lambda proof: f"{proof.name}-{proof.how}")
 def test_a_sample_has_the_numbers_of_one_device(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
-    """gpt and llama have lists of layers, digits (BatchNorm) and mlp_dropout are Sequentials, lstm and multi neither."""
+    """gpt and llama have lists of layers, digits (BatchNorm) and mlp_dropout are Sequentials, lstm neither."""
     hold(launcher, figures, proof)
 
 
