@@ -83,14 +83,13 @@ def plan_cut(reading: Reading, traced: Traced, degree: int) -> Cut:
                 weight[axis] = weight.get(axis, 0) + numel
     able = [axis for axis in weight if not axis.blocked and axis.size >= degree]
     beside: dict[Axis, set[Axis]] = {axis: set() for axis in able}
+    twice: set[Axis] = set()  # in one tensor, as the product of a matrix with itself has it
     for value in reading.dims.values():
         for dims in _each(value):
             inside = [axis for dim in dims for axis in leaves(dim) if axis in beside]
             for axis in inside:
                 beside[axis].update(inside)
-                if inside.count(axis) > 1:
-                    beside[axis].add(axis)
-    twice = {axis for axis in able if _repeats(axis, reading)}
+            twice.update(axis for axis in inside if inside.count(axis) > 1)
     chosen: set[Axis] = set()
     for axis in sorted(able, key=lambda each: -weight[each]):
         if axis not in twice and not (beside[axis] - {axis}) & chosen:
@@ -118,15 +117,6 @@ def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degr
             raise Refused(f"plan: tp cuts {name}, but with a batch of another shape, or in evaluation, {why}")
         chosen.add(axes[0])
     return Cut(reading, frozenset(chosen), degree)
-
-
-def _repeats(axis: Axis, reading: Reading) -> bool:
-    """Whether a tensor has the axis twice, as the product of a matrix with itself has."""
-    for value in reading.dims.values():
-        for dims in _each(value):
-            if sum(leaf is axis for dim in dims for leaf in leaves(dim)) > 1:
-                return True
-    return False
 
 
 def report(cut: Cut, traced: Traced) -> Mapping[str, str]:

@@ -11,6 +11,7 @@ from stretto.comm.group import Group
 from stretto.errors import TaskError
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
+from stretto.parallel.copies import copy_down
 from stretto.parallel.recompute import Recomputed
 from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
 
@@ -27,6 +28,7 @@ class Placed:
         self._recomputed = Recomputed(module, manner, self._norm)
         self.notes = self._recomputed.notes
         self._places: dict[str, Place] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
         self._stale = True
 
     @property
@@ -34,9 +36,37 @@ class Placed:
         """See :class:`Applied`."""
         return self._places
 
+    def refresh(self) -> None:
+        """See :class:`Applied`."""
+        if self._stale:
+            copy_down(self._places.values())
+            self._bring()
+            self._stale = False
+
+    def _bring(self) -> None:
+        """What :meth:`refresh` has to fetch from other ranks: mostly nothing."""
+
     def updated(self) -> None:
         """See :class:`Applied`."""
         self._stale = True
+
+    # For layouts that leave every gradient to the sync rule, and gather nothing in forward.
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """See :class:`Applied`."""
+        return self._places[name].compute.grad
+
+    @property
+    def mark(self) -> int:
+        """See :class:`Applied`; nothing is gathered here."""
+        return 0
+
+    def reached(self, name: str) -> bool:
+        """See :class:`Applied`; no parameter is summed here."""
+        return False
+
+    def clear_gradients(self) -> None:
+        """See :class:`Applied`; the sync rule holds these gradients."""
 
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`."""
@@ -53,7 +83,7 @@ class Placed:
         """See :class:`Applied`."""
         self._recomputed.remove()
         self._norm.remove()
-        self._places = {}
+        self._places, self._frozen = {}, {}
         del self.module
 
 

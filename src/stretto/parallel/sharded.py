@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import Refused
 from stretto.parallel._base import Manner, Place, Ranks
-from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, whole_place
+from stretto.parallel.copies import narrowed, sparse_parameters, whole_place
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
 from stretto.parallel.units import units
@@ -89,12 +89,6 @@ class Sharded(Placed):
         """See :class:`Applied`."""
         return True
 
-    def refresh(self) -> None:
-        """See :class:`Applied`; FSDP2 gathers the others' parts itself."""
-        if self._stale:
-            copy_down(self._places.values())
-            self._stale = False
-
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; where gradients are reduced once, they stay unsharded until the last microbatch."""
@@ -131,7 +125,7 @@ class Sharded(Placed):
     def teardown(self) -> None:
         """See :class:`Applied`."""
         super().teardown()
-        self._frozen, self._dtensors = {}, {}
+        self._dtensors = {}
         del self._root
 
 

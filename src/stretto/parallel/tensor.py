@@ -25,7 +25,7 @@ from stretto.graph.localize import DROP, ENTER, LEAVE, Localizer
 from stretto.graph.rules import read
 from stretto.graph.trace import Traced, filled, tensors_in, trace
 from stretto.parallel._base import Manner, Place, Ranks
-from stretto.parallel.copies import copy_down, narrowed, sparse_parameters, trained
+from stretto.parallel.copies import narrowed, sparse_parameters, trained
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
 from stretto.state import Part, assign_owners
@@ -49,16 +49,15 @@ class Tensor(Placed):
         assert manner.example is not None
         with manner.surround():
             traced = trace(self._whole.train(), *manner.example)
-        self._cut = plan_cut(read(traced), traced, ranks.tensor.size)
-        self.told = report(self._cut, traced)
-        if not self._cut.axes:
-            why = next(iter(self.told.items()), ("", ""))
+        cut = plan_cut(read(traced), traced, ranks.tensor.size)
+        if not cut.axes:
+            why = next(iter(report(cut, traced).items()), ("", ""))
             raise Refused(f"plan: tp={ranks.tensor.size} finds nothing to cut in this model; {why[0]}: {why[1]}")
-        self._parts = _parts(self._cut, traced, ranks.tensor.rank)
+        self._parts = _parts(cut, traced, ranks.tensor.rank)
         _replace(self.module, self._parts)
         self._places = self._settle(template)
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
-        self._programs[_key(True, *manner.example)] = self._program(traced, self._cut)
+        self._programs[_key(True, *manner.example)] = self._program(traced, cut)
         self.module.forward = self._forward(self.module.forward)
 
     def _settle(self, template: Template) -> dict[str, Place]:
@@ -107,38 +106,16 @@ class Tensor(Placed):
         """See :class:`Applied`."""
         return True
 
-    def refresh(self) -> None:
-        """See :class:`Applied`."""
-        if self._stale:
-            copy_down(self._places.values())
-            self._stale = False
-
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; gradients are left to the sync rule."""
         yield
         check_frozen(self._frozen)
 
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """See :class:`Applied`."""
-        return self._places[name].compute.grad
-
-    @property
-    def mark(self) -> int:
-        """See :class:`Applied`; the order of messages is that of the graph."""
-        return 0
-
-    def reached(self, name: str) -> bool:
-        """See :class:`Applied`; no parameter is summed here."""
-        return False
-
-    def clear_gradients(self) -> None:
-        """See :class:`Applied`; the sync rule holds these gradients."""
-
     def teardown(self) -> None:
         """See :class:`Applied`."""
         super().teardown()
-        self._frozen, self._programs = {}, {}
+        self._programs = {}
         del self._whole
 
 

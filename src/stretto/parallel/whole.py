@@ -20,7 +20,7 @@ import torch
 
 from stretto.errors import Refused
 from stretto.parallel._base import Manner, Place, Ranks
-from stretto.parallel.copies import copy_down, dealt_place, lay_flat, narrowed, sparse_parameters, whole_place
+from stretto.parallel.copies import dealt_place, lay_flat, narrowed, sparse_parameters, whole_place
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
 from stretto.state import Bucket, Shares, assign_owners, deal, pack
@@ -93,17 +93,14 @@ class Whole(Placed):
         """See :class:`Applied`; only a BatchNorm does."""
         return self._norm.active
 
-    def refresh(self) -> None:
-        """See :class:`Applied`; a collective where parameters are dealt."""
-        if not self._stale:
-            return
-        copy_down(self._places.values())
+    def _bring(self) -> None:
+        """The other shares, from their owners; of one copy, that their owners have written them."""
         if self._one_copy:
             self.ranks.world.barrier()
-        for bucket, flat in () if self._one_copy else self._flats:
+            return
+        for bucket, flat in self._flats:
             assert bucket.sizes is not None
             self.ranks.world.gather_parts(flat, bucket.sizes)
-        self._stale = False
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
@@ -118,23 +115,7 @@ class Whole(Placed):
                     "don't reach it; compute from the parameter what forward needs, or use zero=0"
                 )
 
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """See :class:`Applied`."""
-        return self._places[name].compute.grad
-
-    @property
-    def mark(self) -> int:
-        """See :class:`Applied`; nothing is gathered here."""
-        return 0
-
-    def reached(self, name: str) -> bool:
-        """See :class:`Applied`; no parameter is summed here."""
-        return False
-
-    def clear_gradients(self) -> None:
-        """See :class:`Applied`; the sync rule holds these gradients."""
-
     def teardown(self) -> None:
         """See :class:`Applied`."""
         super().teardown()
-        self._frozen, self._flats = {}, []
+        self._flats = []
