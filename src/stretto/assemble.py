@@ -82,7 +82,7 @@ def needs_whole_tensors(task: Task, plan: Plan, forced: bool = False) -> bool:
     Raises:
         Refused: it looks further than ``plan`` leaves it, and the user has not ``forced`` the plan.
     """
-    if plan.zero == 0 or plan.dp == 1:
+    if (plan.zero == 0 or plan.dp == 1) and plan.tp == 1:
         return False
     try:
         reach = optimizer_reach(task.optimizer)

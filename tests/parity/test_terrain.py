@@ -84,6 +84,12 @@ def test_an_optimizer_of_whole_tensors_is_exact_with_one_owner_a_tensor_and_refu
     assert sharded.status == "refused" and "looks at whole tensors" in str(sharded.reason)
 
 
+@pytest.mark.parametrize("kind", ["muon", "lamb"])
+def test_an_optimizer_of_whole_tensors_is_refused_where_tp_cuts_them(launcher: LocalLauncher, kind: str) -> None:
+    (report,) = proved(launcher, "whole_tensors.py", ("tp=2",), {"kind": kind})
+    assert report.status == "refused" and "so tp=2, which cuts them, would change" in str(report.reason)
+
+
 @pytest.mark.parametrize("task", ["hard_parts.py", "terms.py"])
 def test_gradients_that_are_sent_after_each_microbatch_add_up_to_the_same(launcher: LocalLauncher, task: str) -> None:
     plans = ("dp=2,zero=2,microbatches=3", "dp=2,zero=3,microbatches=2", "dp_replicate=2,dp_shard=2,microbatches=2")

@@ -99,6 +99,12 @@ def _of_writing(findings: Findings, plan: Plan) -> str | None:
 
 def _of_optimizer(findings: Findings, plan: Plan) -> str | None:
     cuts_tensors = plan.zero == 3 and plan.mesh.degree("dp_shard") > 1
+    if findings.reach in ("tensor", "all") and plan.tp > 1:
+        return (
+            f"plan {plan}: optimizer() looks at whole tensors: a parameter's update differs from its parts' by "
+            f"{findings.reach_error:.0e} of the change, so tp={plan.tp}, which cuts them, would change the numbers; "
+            "use tp=1, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
+        )
     if findings.reach == "all" and plan.zero and plan.dp > 1:
         return (
             f"plan {plan}: optimizer() computes a parameter's update from other parameters too: beside another one it "
