@@ -14,7 +14,7 @@ from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_fee
 from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.machinery import Machinery
 from stretto.observe import free_bytes
-from stretto.parallel import BoundOptimizer, Call, Manner, Template, apply
+from stretto.parallel import BoundOptimizer, Example, Manner, Roots, Template, apply
 from stretto.parallel.template import refuse_overlaps
 from stretto.plan import Plan
 from stretto.precision import COMPUTE, cast_model, computing, retyped
@@ -82,7 +82,7 @@ def needs_whole_tensors(task: Task, plan: Plan, forced: bool = False) -> bool:
     Raises:
         Refused: it looks further than ``plan`` leaves it, and the user has not ``forced`` the plan.
     """
-    if (plan.zero == 0 or plan.dp == 1) and plan.tp == 1:
+    if (plan.zero == 0 or plan.dp == 1) and plan.tp * plan.pp == 1:
         return False
     try:
         reach = optimizer_reach(task.optimizer)
@@ -113,12 +113,17 @@ def assemble(
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, why = _may_reduce_once(template, plan, group)
+    if plan.tp * plan.pp > 1 and task.recipe.precision == "bf16-autocast":
+        raise Refused(
+            f"plan {plan}: precision=bf16-autocast chooses types while forward runs, which a traced model does no more; "
+            "use bf16, fp32 or fp64"
+        )
     if plan.tp > 1 and task.recipe.precision not in ("fp32", "fp64"):
         raise Refused(
             f"plan {plan}: precision={task.recipe.precision} rounds each rank's part of a sum before it is added up; "
             "how far that is from one device is not stated yet, so tp takes fp32 and fp64"
         )
-    example = example_call(task, plan, template, dataset) if plan.tp > 1 else None
+    example = example_of(task, plan, template, dataset) if plan.tp * plan.pp > 1 else None
     surround = partial(computing, task.recipe.precision, group.device.type)
     manner = Manner(compute if narrow else torch.float32, whole_tensors, once, plan.recompute, surround, example)
     applied = apply(template, plan, group, manner)
@@ -134,8 +139,8 @@ def assemble(
     )
 
 
-def example_call(task: Task, plan: Plan, template: Template, dataset: Any) -> Call:
-    """A call of the model with as many samples as a rank mostly has."""
+def example_of(task: Task, plan: Plan, template: Template, dataset: Any) -> Example:
+    """A microbatch of as many samples as a rank mostly has."""
     data = load_data(task)["train"] if dataset is None else dataset
     count = max(1, min(task.recipe.batch // (plan.dp * plan.microbatches), len(data)))
     before = Generators.remember()
@@ -144,8 +149,13 @@ def example_call(task: Task, plan: Plan, template: Template, dataset: Any) -> Ca
         arguments, keywords = task.inputs(samples, template.structure.forward)
     finally:
         before.restore()
-    dtype = COMPUTE[task.recipe.precision]
-    return to_device(arguments, torch.device("cpu"), dtype), to_device(keywords, torch.device("cpu"), dtype)
+    host, dtype = torch.device("cpu"), COMPUTE[task.recipe.precision]
+
+    def loss(output: Any) -> Roots:
+        totals = [total for total, _ in task.losses(output, samples).values() if total.requires_grad]
+        return totals, [torch.ones_like(total) for total in totals]
+
+    return Example((to_device(arguments, host, dtype), to_device(keywords, host, dtype)), loss)
 
 
 def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:

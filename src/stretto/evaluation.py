@@ -15,7 +15,7 @@ import torch
 from stretto.comm.members import Members
 from stretto.data import Feeder, Generators, Piece, cut, derive_seed, to_device
 from stretto.errors import TaskError
-from stretto.machinery import Machinery, forward
+from stretto.machinery import Machinery, call_of, forward
 from stretto.plan import Plan
 from stretto.precision import computing
 from stretto.task import Task
@@ -67,15 +67,21 @@ def evaluate(
             moved()
             samples = to_device(feeder.get(piece.ids, "evaluate"), on.group.device)
             with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
-                output = forward(task, on, samples, derive_seed(recipe.seed, "evaluate", piece.first))
+                call, seed = call_of(task, on, samples), derive_seed(recipe.seed, "evaluate", piece.first)
+                output = forward(task, on, on.applied.module, call, seed)
+            if not on.applied.ranks.counts:
+                continue
             with computing(recipe.precision, on.group.device.type):
                 losses = task.losses(output, samples)
                 terms |= dict.fromkeys(losses)
                 found: dict[str, Metric] = {} if piece.ghost else {**losses, **task.metrics(output, samples)}
             for name, metric in found.items():
                 table.add(name, metric, piece.ids)
-    totals = table.of_all_ranks(on.data, len(feeder))
-    return totals if "loss" in terms else {"loss": _sum_of_means([totals[name] for name in terms]), **totals}
+    totals = table.of_all_ranks(on.group, len(feeder))
+    if "loss" in totals:
+        return totals
+    named = next(filter(None, on.group.gather_json(list(terms))), [])
+    return {"loss": _sum_of_means([totals[name] for name in named]), **totals}
 
 
 def _sum_of_means(terms: Sequence[Total]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stretto.assemble import build_template, example_call
+from stretto.assemble import build_template, example_of
 from stretto.errors import Refused
 from stretto.graph.cut import plan_cut, report
 from stretto.graph.rules import read
@@ -50,7 +50,7 @@ def explain_layers(task: Task, plan: Plan) -> list[Row]:
         raise Refused(f"plan {plan}: explain tells what tp cuts, and this plan cuts no layer; give it tp=2")
     template = build_template(task)
     with computing(task.recipe.precision):
-        traced = trace(template.structure.train(), *example_call(task, plan, template, None))
+        traced = trace(template.structure.train(), *example_of(task, plan, template, None).call)
     cut = plan_cut(read(traced), traced, plan.tp)
     said = report(cut, traced)
     nodes = {traced.parameters.get(node.name): node for node in traced.graph.graph.nodes}

@@ -13,14 +13,17 @@ from stretto.step import Stepper
 
 
 def kept_of(on: Machinery, stepper: Stepper) -> dict[str, Any]:
-    """The machinery's entries for a checkpoint's meta."""
+    """The machinery's entries for a checkpoint's meta. Every rank must call it, as each knows its own parameters'."""
+    scalars: dict[str, Any] = {}
+    for theirs in on.group.gather_json(on.optimizer.scalars()):
+        scalars |= theirs
     return {
         "nominal_weight": stepper.nominal_weight,
         "loss_scale": None if stepper.scale is None else asdict(stepper.scale),
         "generators": Generators.remember().to_json(),
         "schedule": None if on.schedule is None else pack(on.schedule.state_dict(), "the schedule's state"),
         "groups": on.optimizer.hyperparameters(),
-        "scalars": on.optimizer.scalars(),
+        "scalars": scalars,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from stretto.comm.group import Group
 from stretto.comm.members import Members
 from stretto.data import seed_everything, to_device
 from stretto.mistakes import whole_parameters_only
-from stretto.parallel import Applied, BoundOptimizer
+from stretto.parallel import Applied, BoundOptimizer, Call
 from stretto.precision import COMPUTE, computing, widen
 from stretto.sync import Sync
 from stretto.task import Task
@@ -38,16 +39,20 @@ class Machinery:
         return self.applied.ranks.world
 
 
-def forward(task: Task, on: Machinery, samples: Any, seed: int) -> Any:
-    """The model's output for ``samples``, as loss() and metrics() get it.
+def call_of(task: Task, on: Machinery, samples: Any) -> Call:
+    """What the model is called with for ``samples``: on the device, in the type that forward computes with."""
+    arguments, keywords = task.inputs(samples, on.applied.module.forward)
+    dtype = COMPUTE[task.recipe.precision]
+    return to_device(arguments, on.group.device, dtype), to_device(keywords, on.group.device, dtype)
+
+
+def forward(task: Task, on: Machinery, run: Callable[..., Any], call: Call, seed: int) -> Any:
+    """The model's output as loss() and metrics() get it: ``run``, mostly the model, on ``call``.
 
     Random numbers that the forward draws are keyed by ``seed``. Every rank must call it, as layouts communicate inside.
     """
-    arguments, keywords = task.inputs(samples, on.applied.module.forward)
-    dtype = COMPUTE[task.recipe.precision]
+    arguments, keywords = call
     seed_everything(seed)
     with computing(task.recipe.precision, on.group.device.type), whole_parameters_only():
-        output = on.applied.module(
-            *to_device(arguments, on.group.device, dtype), **to_device(keywords, on.group.device, dtype)
-        )
-    return output if dtype.itemsize >= 4 else widen(output)
+        output = run(*arguments, **keywords)
+    return output if COMPUTE[task.recipe.precision].itemsize >= 4 else widen(output)

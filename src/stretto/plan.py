@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = ("pp", "cp", "ep", "branch", "schedule", "offload")
+LATER_KEYS: Final = ("cp", "ep", "branch", "offload")
+SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ZERO_STAGES: Final = (0, 1, 2, 3)
 RECOMPUTE: Final = ("none", "selective", "full")
+_LEAST: Final = MappingProxyType(
+    {"dp": 1, "zero": 0, "microbatches": 1, "dp_shard": 0, "tp": 1, "pp": 1, "chunks": 0, "loaders": 0}
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,10 @@ class Plan:
             all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
             sharding, arXiv 2304.11277, section 3.2.2).
         tp: ranks that cut the model's layers between them and share each sample (tensor parallelism, arXiv 1909.08053).
+        pp: ranks that have the model's layers between them in stages, one after another, and share each sample (pipeline
+            parallelism, arXiv 1811.06965).
+        schedule: in which order each of them runs its microbatches forward and backward; empty: ``1f1b``.
+        chunks: stages on each of them; 0: as many as the schedule wants.
         recompute: which activations are dropped in forward and computed again in backward (arXiv 1604.06174), for less
             memory: ``none``; ``selective``, all but the results of matrix products, convolutions and attention; or
             ``full``, all but what each layer is called with.
@@ -39,19 +48,24 @@ class Plan:
     microbatches: int = 1
     dp_shard: int = 0
     tp: int = 1
+    pp: int = 1
+    schedule: str = ""
+    chunks: int = 0
     recompute: str = "none"
     loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
         """Raises PlanError for a value that means nothing."""
-        for name, least in (("dp", 1), ("zero", 0), ("microbatches", 1), ("dp_shard", 0), ("tp", 1), ("loaders", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
-        for other in ("zero", "recompute"):
-            if self.tp > 1 and getattr(self, other) not in (0, "none"):
-                said = f"plan: tp={self.tp} with {other}={getattr(self, other)} is planned but not built yet"
-                raise Refused(f"{said}; leave one of them out")
+        self._check_stages()
+        for axis in ("tp", "pp"):
+            for other in ("zero", "recompute"):
+                if getattr(self, axis) > 1 and getattr(self, other) not in (0, "none"):
+                    said = f"plan: {axis}={getattr(self, axis)} with {other}={getattr(self, other)}"
+                    raise Refused(f"{said} is planned but not built yet; leave one of them out")
         if self.recompute not in RECOMPUTE:
             near = nearest(str(self.recompute), RECOMPUTE)
             raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")
@@ -66,6 +80,21 @@ class Plan:
         if self.dp % self.dp_shard:
             raise PlanError(f"plan: dp_shard={self.dp_shard} must divide the {self.dp} data-parallel ranks")
 
+    def _check_stages(self) -> None:
+        """Fills in what ``pp`` leaves open."""
+        if self.pp == 1:
+            for key in ("schedule", "chunks"):
+                if getattr(self, key):
+                    raise PlanError(f"plan: {key} says how stages run, and pp=1 has none; give pp too, or leave it out")
+            return
+        object.__setattr__(self, "schedule", self.schedule or "1f1b")
+        if self.schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise PlanError(f"plan: schedule must be one of {known}; got {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
+        object.__setattr__(self, "chunks", self.chunks or (2 if self.schedule == "interleaved" else 1))
+        if self.schedule == "interleaved" and self.chunks == 1:
+            raise PlanError("plan: schedule=interleaved deals several stages to each rank; give chunks=2 or more")
+
     @classmethod
     def parse(cls, text: str, workers: int | None = None) -> Plan:
         """Reads ``dp=2,zero=3`` or ``dp_replicate=2,dp_shard=2``; what isn't named is 1 (or 0), and ``dp`` is
@@ -76,7 +105,8 @@ class Plan:
                 or a world size other than ``workers``.
         """
         given: dict[str, Any] = {}
-        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "recompute", "loaders")
+        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "pp", "schedule", "chunks", "recompute",
+                 "loaders")  # fmt: skip
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -85,7 +115,7 @@ class Plan:
                 raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
             if key in given:
                 raise PlanError(f"plan: {key} is given twice")
-            if key == "recompute":
+            if key in ("recompute", "schedule"):
                 given[key] = value
                 continue
             if not equals or not value.isdigit():
@@ -93,7 +123,7 @@ class Plan:
             given[key] = int(value)
         _read_axes(given, workers)
         if workers is not None and "dp" not in given:
-            given["dp"] = max(1, workers // max(1, given.get("tp", 1)))
+            given["dp"] = max(1, workers // max(1, given.get("tp", 1) * given.get("pp", 1)))
         plan = cls(**given)
         plan.check_workers(workers)
         return plan
@@ -108,16 +138,18 @@ class Plan:
 
     def on(self, workers: int) -> Plan:
         """The same way of training on another number of workers; copies of the weights stay cut alike if they can."""
-        tp = self.tp if workers % self.tp == 0 else 1
-        dp = workers // tp
+        pp = self.pp if workers % self.pp == 0 else 1
+        tp = self.tp if workers // pp % self.tp == 0 else 1
+        dp = workers // (tp * pp)
         hybrid = 1 < self.dp_shard < self.dp
         keeps = hybrid and dp % self.dp_shard == 0
-        return dataclasses.replace(self, dp=dp, tp=tp, dp_shard=self.dp_shard if keeps else 0)
+        stages = {} if pp > 1 else {"schedule": "", "chunks": 0}
+        return dataclasses.replace(self, dp=dp, tp=tp, pp=pp, dp_shard=self.dp_shard if keeps else 0, **stages)
 
     @property
     def world_size(self) -> int:
         """Ranks that this plan needs."""
-        return self.dp * self.tp
+        return self.dp * self.tp * self.pp
 
     @property
     def dp_replicate(self) -> int:
@@ -127,14 +159,18 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The device mesh, outermost axis first."""
-        return Mesh((("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard), ("tp", self.tp)))
+        samples = (("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard))
+        return Mesh((("pp", self.pp), *samples, ("tp", self.tp)))
 
     def __str__(self) -> str:
         hybrid = 1 < self.dp_shard < self.dp
         parts = [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"] if hybrid else [f"dp={self.dp}"]
         parts += [f"zero={self.zero}"] if self.zero and not hybrid else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"pp={self.pp}"] if self.pp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        parts += [f"schedule={self.schedule}"] if self.schedule not in ("", "1f1b") else []
+        parts += [f"chunks={self.chunks}"] if self.chunks > 1 else []
         parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)

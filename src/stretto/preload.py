@@ -21,11 +21,11 @@ _BY_ZERO: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
 )
 
 
-BY_TP: Final = ("torch.export._trace", "networkx", "stretto.parallel.tensor")
+BY_TRACE: Final = ("torch.export._trace", "networkx", "stretto.parallel.divided")
 
 
 def preloads(plan: Plan | None) -> tuple[str, ...]:
     """Modules that the workers of ``plan`` need, so that they start at once; None: a plan that isn't known yet."""
     if plan is None:
         return _ALWAYS
-    return (*_ALWAYS, *_BY_ZERO.get(plan.zero, ()), *(BY_TP if plan.tp > 1 else ()))
+    return (*_ALWAYS, *_BY_ZERO.get(plan.zero, ()), *(BY_TRACE if plan.tp * plan.pp > 1 else ()))

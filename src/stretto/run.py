@@ -298,6 +298,7 @@ class Run:
             self._writer.wait()
             group.barrier()
         parts = [*self._on.applied.export_state(), *self._on.optimizer.export_state()]
+        meta = self._meta()
         self._writer.save(
             Snapshot(
                 step=progress.step,
@@ -306,7 +307,7 @@ class Run:
                 members=self._context.epoch.members,
                 committer=group.rank == 0,
                 slices=keep(parts),
-                meta=self._meta() if group.rank == 0 else {},
+                meta=meta if group.rank == 0 else {},
                 pinned=self._best.pin(),
             )
         )

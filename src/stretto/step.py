@@ -32,8 +32,9 @@ from stretto.data import (
     to_device,
 )
 from stretto.errors import Refused
-from stretto.machinery import Machinery, forward
+from stretto.machinery import Machinery, call_of, forward
 from stretto.mistakes import second_forward, whole_parameters_only
+from stretto.parallel import Call, Roots
 from stretto.plan import Plan
 from stretto.precision import computing, first_scale
 from stretto.sync import Sync
@@ -134,6 +135,52 @@ class _Decision:
         return sum(total / weight for total, weight in self.sums.values() if weight) if self.has_weight else math.nan
 
 
+class _Microbatch:
+    """One microbatch of one step; see `parallel.Microbatch`."""
+
+    def __init__(
+        self, stepper: Stepper, batch: BatchHandle, index: int, piece: Piece, terms: Terms, scale: float
+    ) -> None:
+        self._of, self._batch, self._index, self._piece = stepper, batch, index, piece
+        self._terms, self._scale = terms, scale
+        self.ghost = piece.ghost
+        self.samples: Any = None
+        self._call: Call | None = None
+
+    def call(self) -> Call:
+        """See :class:`~stretto.parallel.Microbatch`."""
+        if self._call is None:
+            of, piece = self._of, self._piece
+            of.position.at(Phase.MICROBATCH, self._batch.step, self._index + 1, piece.ids)
+            self.samples = of.fetch(piece, self._batch) if self.samples is None else self.samples
+            self._call = call_of(of.task, of.on, self.samples)
+        return self._call
+
+    def forward(self, run: Callable[..., Any]) -> Any:
+        """See :class:`~stretto.parallel.Microbatch`."""
+        of = self._of
+        of.position.at(Phase.MICROBATCH, self._batch.step, self._index + 1, self._piece.ids)
+        seed = derive_seed(of.task.recipe.seed, "forward", self._batch.step, self._piece.first)
+        output = forward(of.task, of.on, run, self.call(), seed)
+        if of.draws is None:
+            of.draws = drawn_since(seed, of.on.group.device)
+        return output
+
+    def loss(self, output: Any) -> Roots:
+        """See :class:`~stretto.parallel.Microbatch`."""
+        of = self._of
+        with whole_parameters_only():  # a shard that forward read may show in the loss only
+            with computing(of.task.recipe.precision, of.on.group.device.type):
+                pairs = of.task.losses(output, self.samples)
+            return self._terms.add(pairs, self.samples, self.ghost, self._scale)
+
+    def backward(self, roots: Roots) -> None:
+        """See :class:`~stretto.parallel.Microbatch`."""
+        with whole_parameters_only(), second_forward(self._of.plan.recompute):
+            torch.autograd.backward(*roots)
+        self._call = self.samples = None
+
+
 class Stepper:
     """Turns global batches into committed steps. Every rank must make the same calls in the same order."""
 
@@ -147,11 +194,11 @@ class Stepper:
         wants_stop: Callable[[], bool] = lambda: False,
         position: Position | None = None,
     ) -> None:
-        self._task, self._plan, self._feeder = task, plan, feeder
-        self._on = machinery
+        self.task, self.plan, self._feeder = task, plan, feeder
+        self.on = machinery
         self._observer = observer or Onlooker()
         self._wants_stop = wants_stop
-        self._position = position or Position()
+        self.position = position or Position()
         self.nominal_weight = float(task.recipe.batch)
         self.scale = first_scale(task.recipe.precision)
         self._names: tuple[str, ...] | None = None  # of the loss's terms, once known
@@ -166,74 +213,62 @@ class Stepper:
         """
         began = time.perf_counter()
         for _ in range(MAX_ATTEMPTS):
-            buffers = {name: buffer.clone() for name, buffer in self._on.applied.module.named_buffers()}
+            buffers = {name: buffer.clone() for name, buffer in self.on.applied.module.named_buffers()}
             generators = Generators.remember()
             decision = self._prepare_and_vote(batch)
             generators.restore()
             if decision.agreed:
                 outcome = self._apply(batch, decision, began)
-                self._position.at(Phase.AFTER, batch.step)
+                self.position.at(Phase.AFTER, batch.step)
                 return outcome
             with torch.no_grad():
-                for name, buffer in self._on.applied.module.named_buffers():
+                for name, buffer in self.on.applied.module.named_buffers():
                     buffer.copy_(buffers[name])
-            self._on.sync.begin()
+            self.on.sync.begin()
         raise RuntimeError(f"step {batch.step} was voted down {MAX_ATTEMPTS} times; its samples stay uncommitted")
 
     def _prepare_and_vote(self, batch: BatchHandle) -> _Decision:
-        on = self._on
+        on = self.on
         on.applied.refresh()
         on.sync.begin()
         on.applied.module.train()
-        pieces = cut(batch.ids, self._plan.dp, self._plan.microbatches, on.data.rank)
-        terms = Terms(self._task, on.data, self._nominal(), self._names)
-        self._position.at(Phase.MICROBATCH, batch.step)
-        fetched = [self._fetch(piece, batch) for piece in pieces] if terms.weighs_first else None
+        pieces = cut(batch.ids, self.plan.dp, self.plan.microbatches, on.data.rank)
+        terms = Terms(self.task, on.data, self._nominal(), self._names)
+        self.position.at(Phase.MICROBATCH, batch.step)
+        fetched = [self.fetch(piece, batch) for piece in pieces] if terms.weighs_first else None
         terms.weigh(pieces, fetched)
         self._names = terms.names
-        for index, piece in enumerate(pieces):
-            self._position.at(Phase.MICROBATCH, batch.step, index + 1, piece.ids)
-            # Out here: its errors are no lost peer's.
-            samples = self._fetch(piece, batch) if fetched is None else fetched[index]
-            with on.sync.microbatch(last=piece is pieces[-1], ghost=piece.ghost):
-                self._run(piece, samples, batch.step, terms)
-        self._position.at(Phase.REDUCE, batch.step)
+        scale = 1.0 if self.scale is None else self.scale.scale
+        parts = [_Microbatch(self, batch, index, piece, terms, scale) for index, piece in enumerate(pieces)]
+        for part, samples in zip(parts, fetched or (), strict=False):
+            part.samples = samples
+        on.applied.train(parts, on.sync.microbatch)
+        self.position.at(Phase.REDUCE, batch.step)
         on.sync.finish()
-        self._position.at(Phase.VOTE, batch.step)
+        self.position.at(Phase.VOTE, batch.step)
         return self._vote(batch.step, terms)
 
-    def _fetch(self, piece: Piece, batch: BatchHandle) -> Any:
-        return to_device(self._feeder.get(piece.ids, batch.start.epoch), self._on.group.device)
-
-    def _run(self, piece: Piece, samples: Any, step: int, terms: Terms) -> None:
-        """Forward and backward of one microbatch."""
-        seed = derive_seed(self._task.recipe.seed, "forward", step, piece.first)
-        output = forward(self._task, self._on, samples, seed)
-        if self.draws is None:
-            self.draws = drawn_since(seed, self._on.group.device)
-        with whole_parameters_only():  # a shard that forward read may show in the loss only
-            with computing(self._task.recipe.precision, self._on.group.device.type):
-                pairs = self._task.losses(output, samples)
-            with second_forward(self._plan.recompute):
-                terms.backward(pairs, samples, piece.ghost, 1.0 if self.scale is None else self.scale.scale)
+    def fetch(self, piece: Piece, batch: BatchHandle) -> Any:
+        """The samples of a piece, on the device."""
+        return to_device(self._feeder.get(piece.ids, batch.start.epoch), self.on.group.device)
 
     def _nominal(self) -> float:
         """N0: the power of two next to the last committed step's weight."""
         return float(2.0 ** round(math.log2(self.nominal_weight)))
 
     def _vote(self, step: int, terms: Terms) -> _Decision:
-        sync, group = self._on.sync, self._on.group
+        sync, group = self.on.sync, self.on.group
         agrees = self._observer.vote(step) and sync.agrees()
         mark, bad = float(sync.mark()), float(not terms.finite)
         head = [float(agrees), float(self._wants_stop()), mark, mark * mark, bad, bad * group.rank]
         head.append(float(sync.square_sum()))
-        own = terms.sums.reshape(-1) * float(self._on.applied.ranks.counts)
+        own = terms.sums.reshape(-1) * float(self.on.applied.ranks.counts)
         ballot = torch.cat([torch.tensor(head, dtype=torch.float64), own, sync.reached()])
         group.all_reduce(ballot)
         votes, stops, marks, squares, bads, bad_ranks, square_sum = ballot[: len(head)].tolist()
         if group.size * squares != marks * marks:  # whole numbers, exact: equal just where all marks are
             raise Refused(
-                f"plan {self._plan}: step {step}: the ranks ran the model's layers in different orders, as the model "
+                f"plan {self.plan}: step {step}: the ranks ran the model's layers in different orders, as the model "
                 "chooses layers by its data; sharded layers are gathered by all ranks together, so the numbers would "
                 "be wrong. Use zero=0"
             )
@@ -243,24 +278,24 @@ class Stepper:
         return _Decision(votes == group.size, stops > 0, sums, square_sum, not_finite, hits)
 
     def _apply(self, batch: BatchHandle, decision: _Decision, began: float) -> StepOutcome:
-        optimizer, schedule, sync = self._on.optimizer, self._on.schedule, self._on.sync
+        optimizer, schedule, sync = self.on.optimizer, self.on.schedule, self.on.sync
         factor = self._factor(decision)
         norm = math.sqrt(decision.square_sum) * factor if decision.square_sum >= 0 else math.nan
         skipped = self._why_skip(decision, norm)
         self._observer.reduced(batch.step, sync, factor)
         learning_rate = float(optimizer.optimizer.param_groups[0]["lr"]) if optimizer.optimizer.param_groups else 0.0
         if skipped is None:
-            clip = self._task.recipe.clip
+            clip = self.task.recipe.clip
             # torch.nn.utils.clip_grad_norm_'s rule, so that a hand-written loop gives the same numbers.
             sync.scale(factor * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6))))
             gradients = sync.gradients()
             used = {name: g for (name, g), hit in zip(gradients.items(), decision.reached, strict=True) if hit}
             optimizer.step({name: used.get(name) for name in gradients})
-            self._on.applied.updated()
+            self.on.applied.updated()
             self.nominal_weight = decision.weight or self.nominal_weight
         if self.scale is not None and decision.has_weight:
             self.scale = self.scale.after(math.isfinite(norm))
-        self._on.applied.clear_gradients()
+        self.on.applied.clear_gradients()
         if schedule is not None:
             schedule.step()
         outcome = StepOutcome(
@@ -283,7 +318,7 @@ class Stepper:
         if not decision.has_weight:
             return 0.0
         scale = 1.0 if self.scale is None else self.scale.scale
-        return (1.0 if self._task.has("weights") else self._nominal() / decision.weight) / scale
+        return (1.0 if self.task.has("weights") else self._nominal() / decision.weight) / scale
 
     def _why_skip(self, decision: _Decision, norm: float) -> str | None:
         if not decision.has_weight:

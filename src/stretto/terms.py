@@ -10,6 +10,7 @@ import torch
 from stretto.comm.members import Members
 from stretto.data import Piece
 from stretto.errors import TaskError
+from stretto.parallel import Roots
 from stretto.task import Pair, Task
 
 
@@ -80,8 +81,8 @@ class Terms:
                 "every batch, with weight 0 where it has none"
             )
 
-    def backward(self, pairs: Mapping[str, Pair], samples: Any, ghost: bool, scale: float) -> None:
-        """Adds one microbatch: its gradients at the parameters, its sums here.
+    def add(self, pairs: Mapping[str, Pair], samples: Any, ghost: bool, scale: float) -> Roots:
+        """Adds one microbatch's sums; returns where its backward begins, and with which gradients.
 
         Raises:
             TaskError: other terms than expected, a weight other than ``weights(batch)``, or no gradient.
@@ -103,10 +104,10 @@ class Terms:
             raise TaskError(
                 "task: loss() returned a sum without a gradient; it must be computed from the model's output"
             )
-        torch.autograd.backward(roots, weightings)
         if not ghost:
             for row, name in zip(self.sums, self.names, strict=True):
                 row += torch.stack([part.detach().double().cpu() for part in pairs[name]])
+        return roots, weightings
 
     def _check_weights(self, pairs: Mapping[str, Pair], known: Mapping[str, float]) -> None:
         for name, (_, weight) in pairs.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -100,16 +101,33 @@ class Group(Members):
         """The members whose places on ``mesh`` differ from this one's on ``axes`` alone. Every member must call it."""
         if math.prod(mesh.degree(axis) for axis in axes) == self.size:
             return self
-        lines = mesh.lines(*axes)
-        mine = next(line for line in lines if self.rank in line)
-        if len(mine) == 1:
+        return self._among(mesh.lines(*axes))
+
+    def holders(self, mesh: Mesh, stages: Sequence[int], *axes: str) -> Members:
+        """The members whose places differ from this one's on ``axes`` and on ``pp``, where those are among ``stages``.
+        Every member must call it; one that is not among them itself gets itself alone."""
+        lines = (tuple(rank for rank in line if mesh.coordinates(rank)["pp"] in stages)
+                 for line in mesh.lines("pp", *axes))  # fmt: skip
+        return self._among(tuple(lines))
+
+    def line(self, mesh: Mesh, axis: str) -> Members:
+        """As :meth:`along`, for messages from one member to another. Every member must call it."""
+        backend = "gloo" if self.device.type == "cpu" else None
+        return self._among(mesh.lines(axis), backend)
+
+    def _among(self, lines: Sequence[tuple[int, ...]], backend: str | None = None) -> Members:
+        """Those of the line that this member is in; each member is in one at most."""
+        mine = next((line for line in lines if self.rank in line), (self.rank,))
+        if len(mine) == 1 and all(len(line) == 1 for line in lines):
             return Members(0, 1, self.device, None, self._broken)
         before = _socket_inodes()
         with self.guard():
-            found = [dist.new_group(list(line)) for line in lines]
+            found = {line: dist.new_group(list(line), backend=backend) for line in lines if len(line) > 1}
         self._sockets |= _opened_since(before)
-        self._made.append(found[lines.index(mine)])
-        return Members(mine.index(self.rank), len(mine), self.device, found[lines.index(mine)], self._broken)
+        if mine not in found:
+            return Members(0, 1, self.device, None, self._broken)
+        self._made.append(found[mine])
+        return Members(mine.index(self.rank), len(mine), self.device, found[mine], self._broken)
 
     def break_(self) -> None:
         """Ends every call on this group, now and later, with PeerLost. Any thread may call it, at any time."""

@@ -169,6 +169,20 @@ class Members:
                     raise Unavailable(f"rank {rank}: {found}")
         return torch.frombuffer(memory.mapped, dtype=torch.uint8)[PAGE:]
 
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Begins to send ``tensor`` to one member, who must receive it; it must stay as it is until that is waited for.
+        Only along a line that :meth:`Group.line` made."""
+        with self.guard():
+            work: dist.Work = dist.isend(tensor, group_dst=to, group=self.process_group)
+        return work
+
+    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        """Begins to receive into ``tensor`` what one member sends; messages of one sender come in the order in which
+        they were sent."""
+        with self.guard():
+            work: dist.Work = dist.irecv(tensor, group_src=source, group=self.process_group)
+        return work
+
     def barrier(self) -> None:
         """Returns when every member has come."""
         self.all_reduce(torch.zeros(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -13,35 +14,78 @@ from torch import fx, nn
 from stretto.graph.axes import Axis, leaves
 from stretto.graph.cut import Cut
 from stretto.graph.rules import _argument, _each, _name
-from stretto.graph.trace import Traced
+from stretto.graph.stages import Stages
 
 ENTER, LEAVE, DROP = "enter", "leave", "drop"
 
 
+@dataclass(frozen=True)
+class Portion:
+    """What one rank runs of the graph at a time: one stage of it, on its parts of the tensors.
+
+    Args:
+        graph: gives the new values of ``mutated``, then ``leaving``, then, of the last stage, the model's output.
+        bound: its placeholders, but for the last: names in the traced graph, of parameters, buffers, constants and
+            arguments.
+        arriving: its last placeholders: values of other stages.
+        leaving: values that other stages need.
+        mutated: buffers that it changes, by name.
+    """
+
+    graph: fx.GraphModule
+    bound: tuple[str, ...]
+    arriving: tuple[fx.Node, ...]
+    leaving: tuple[fx.Node, ...]
+    mutated: tuple[str, ...]
+    last: bool
+
+
 class Localizer:
-    """Rewrites ``traced`` for ``rank``.
+    """Rewrites the graph for ``rank`` of those that cut it inside.
 
     The graph calls three modules that whoever runs it brings along: ``enter`` (as it is; its gradient is added up over
     the group), ``leave`` (added up over the group; its gradient as it is), ``drop`` (dropout of a part, by the numbers
     that the whole would draw).
     """
 
-    def __init__(self, traced: Traced, cut: Cut, rank: int) -> None:
-        self._traced, self._cut, self._rank = traced, cut, rank
+    def __init__(self, stages: Stages, cut: Cut, rank: int) -> None:
+        self._stages, self._cut, self._rank = stages, cut, rank
+        self._traced = stages.traced
+        self._begin()
+
+    def _begin(self) -> None:
         self._new = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
         self._entered: dict[tuple[fx.Node, Axis], fx.Node] = {}
 
-    def build(self, modules: Mapping[str, nn.Module]) -> fx.GraphModule:
-        """The graph module; ``modules`` are the three by name."""
-        for node in self._traced.graph.graph.nodes:
+    def build(self, stage: int, modules: Mapping[str, nn.Module]) -> Portion:
+        """One stage; ``modules`` are the three by name."""
+        self._begin()
+        stages, traced = self._stages, self._traced
+        nodes, last = stages.nodes[stage], stage == stages.count - 1
+        results: Any = next(node for node in traced.graph.graph.nodes if node.op == "output").args[0]
+        changed, output = results[: len(traced.mutated)], results[len(traced.mutated) :] if last else []
+        mutated = {name: node for name, node in zip(traced.mutated, changed, strict=True) if node in nodes}
+        leaving = tuple(dict.fromkeys(n for sources in stages.incoming for n in sources.get(stage, ())))
+        arriving = tuple(node for sources in stages.incoming[stage].values() for node in sources)
+        used = {source for node in nodes for source in node.all_input_nodes} | {n for n in output if n is not None}
+        bound = [node for node in traced.graph.graph.nodes if node.op == "placeholder" and node in used]
+        for node in (*bound, *arriving):
+            self._env[node] = self._new.placeholder(node.name)
+        held = {}
+        for node in traced.graph.graph.nodes:
+            if node.op == "get_attr" and node in used:
+                self._env[node] = self._new.node_copy(node)
+                held[str(node.target)] = getattr(traced.graph, str(node.target))
+        for node in nodes:
             self._env[node] = self._copy(node)
-        return fx.GraphModule(dict(modules), self._new)
+        given = [None if node is None else self._env[node] for node in (*mutated.values(), *leaving, *output)]
+        self._new.output(given)
+        graph = fx.GraphModule({**modules, **held}, self._new)
+        return Portion(graph, tuple(n.name for n in bound), arriving, leaving, tuple(mutated), last)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         plain = self._env.__getitem__
-        if node.op != "call_function":
-            return self._new.node_copy(node, plain)
         axis, over = self._axis(node), self._over(node)
         if axis is None and over is None:
             return self._new.node_copy(node, plain)
@@ -52,7 +96,13 @@ class Localizer:
             return rewrite(self, node, axis)
         return self._new.node_copy(node, lambda value: self.inside(value, axis))
 
+    def shape(self, node: fx.Node) -> list[int]:
+        """Of a value as it lies on this rank."""
+        return self.local_shape(node) if self._cut.axes else [int(size) for size in node.meta["val"].shape]
+
     def _axis(self, node: fx.Node) -> Axis | None:
+        if not self._cut.axes:
+            return None
         for dims in _each(self._cut.reading.dims[node]):
             if (found := self._cut.axis_of(dims)) is not None:
                 return found[1]

@@ -7,7 +7,7 @@ for every logical tensor, which part lies here. First build, resume and recovery
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,14 +23,27 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments and keywords of a call."""
 
 
+Roots = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Where backward begins, and with which gradients."""
+
+Around = Callable[..., AbstractContextManager[None]]
+"""What surrounds the backward of a microbatch, and mostly its forward: ``(last, ghost)``, see `sync.Sync.microbatch`."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """With whom a rank shares what.
 
     Args:
         everyone: the group.
-        world: all that share the global batch, each with its own samples: the data-parallel ranks.
+        world: all that share the global batch, each with its own samples, and hold the same layers: the data-parallel
+            ranks.
         tensor: those that cut the model's layers between them, and have the same samples.
+        stage: those that have the same stages of the model, each of their layers whole or a part of it.
+        line: those that have stages of the model between them, in their order, and the same samples; they send messages
+            to one another.
+        holders: of some ranks of a pipeline, those that add up the gradient of what all of these hold, and those among
+            whom it is the same then; every rank must call it, in one order.
         shards: those that cut one copy of the weights between them (the mesh's ``dp_shard``).
         replicas: those that hold the same part of another copy (``dp_replicate``).
     """
@@ -40,11 +53,19 @@ class Ranks:
     shards: Members
     replicas: Members
     tensor: Members
+    stage: Members
+    line: Members
+    holders: Callable[[Sequence[int]], tuple[Members, Members]]
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the model's output comes out at this rank: in a pipeline, at the last stage."""
+        return self.line.rank == self.line.size - 1
 
     @property
     def counts(self) -> bool:
         """Whether this rank answers for its samples: one of those that have the same ones does."""
-        return self.tensor.rank == 0
+        return self.tensor.rank == 0 and self.has_output
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,7 @@ class Manner:
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
         recompute: which activations backward computes again: ``none``, ``selective`` or ``full``.
         surround: what surrounds forward, and so what of it is computed again.
-        example: a call of the model, for layouts that trace it.
+        example: one microbatch, for layouts that trace the model and measure it.
     """
 
     compute: torch.dtype = torch.float32
@@ -66,7 +87,20 @@ class Manner:
     reduce_once: bool = True
     recompute: str = "none"
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
-    example: Call | None = None
+    example: Example | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A microbatch to look at a model with.
+
+    Args:
+        call: what the model is called with.
+        loss: where backward would begin.
+    """
+
+    call: Call
+    loss: Callable[[Any], Roots]
 
 
 @dataclass(frozen=True)
@@ -80,6 +114,8 @@ class Place:
         compute: the module's own parameter, which forward uses and at which backward leaves the gradient; in a lower
             precision a copy of ``local``, which :meth:`Applied.refresh` makes.
         owner: this rank answers for the part in checkpoints and digests.
+        adds: those whose gradients of this part add up to its gradient.
+        alike: those that hold the same part, and the same gradient of it then; they share what counts it once.
         summed: the layout itself adds its gradient over the ranks that cut it, and the sync rule over the replicas;
             otherwise the sync rule adds it over all.
         shares: which part of it each rank updates, where each needs the sum of its own part alone; None where every
@@ -92,6 +128,8 @@ class Place:
     local: nn.Parameter
     compute: nn.Parameter
     owner: bool
+    adds: Members
+    alike: Members
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
@@ -125,9 +163,32 @@ class Place:
         return self.owner and not any(self.box.starts)
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether it belongs to other stages of the model than this rank's."""
+        return not self.compute.numel() and bool(self.spec.numel)
+
+    @property
     def absent(self) -> bool:
         """Whether no element of the parameter lies here, though it has some."""
         return not self.box.numel and bool(self.spec.numel)
+
+
+class Microbatch(Protocol):
+    """One microbatch of a step, as a layout runs it."""
+
+    ghost: bool  # it counts for nothing
+
+    def call(self) -> Call:
+        """What the model is called with; the first time, its samples are fetched."""
+
+    def forward(self, run: Callable[..., Any]) -> Any:
+        """The output of ``run``, called with that, with random numbers and types as they belong to the microbatch."""
+
+    def loss(self, output: Any) -> Roots:
+        """Where its backward begins."""
+
+    def backward(self, roots: Roots) -> None:
+        """Runs it."""
 
 
 class Applied(Protocol):
@@ -151,6 +212,9 @@ class Applied(Protocol):
 
     def updated(self) -> None:
         """Tells that ``local`` parameters have changed; sends nothing."""
+
+    def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
+        """Forward and backward of a step's microbatches, in the layout's own order. Every rank must call it."""
 
     def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one microbatch; on the ``last`` one gradients are reduced."""

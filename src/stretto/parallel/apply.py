@@ -49,10 +49,10 @@ def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
     return sharded
 
 
-def _tensor(template: Template, ranks: Ranks, manner: Manner) -> Applied:
-    from stretto.parallel.tensor import Tensor
+def _divided(template: Template, plan: Plan, ranks: Ranks, manner: Manner) -> Applied:
+    from stretto.parallel.divided import Divided
 
-    return Tensor(template, ranks, manner)
+    return Divided(template, plan, ranks, manner)
 
 
 _LAYOUTS: Final[Mapping[int, Callable[[Template, Ranks, Manner], Applied]]] = MappingProxyType(
@@ -67,6 +67,11 @@ def check(template: Template, plan: Plan) -> None:
         raise Refused(
             f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "
             f"would be of pieces. Use microbatches=1, or replace it by GroupNorm"
+        )
+    if norms and plan.pp > 1 and plan.dp > 1:
+        raise Refused(
+            f"plan {plan}: {norms[0]} is a BatchNorm, which pp can't run over several workers' samples yet; use dp=1, or "
+            "GroupNorm"
         )
     if norms and plan.tp > 1:
         raise Refused(f"plan {plan}: {norms[0]} is a BatchNorm, which tp can't cut yet; use tp=1, or GroupNorm")
@@ -100,13 +105,17 @@ def apply(template: Template, plan: Plan, group: Group, manner: Manner | None = 
         Refused: the plan would change this model's numbers.
     """
     check(template, plan)
+    mesh, samples = plan.mesh, ("dp_replicate", "dp_shard")
     ranks = Ranks(
         everyone=group,
-        world=group.along(plan.mesh, "dp_replicate", "dp_shard"),
-        shards=group.along(plan.mesh, "dp_shard"),
-        replicas=group.along(plan.mesh, "dp_replicate"),
-        tensor=group.along(plan.mesh, "tp"),
+        world=group.along(mesh, *samples),
+        shards=group.along(mesh, "dp_shard"),
+        replicas=group.along(mesh, "dp_replicate"),
+        tensor=group.along(mesh, "tp"),
+        stage=group.along(mesh, *samples, "tp"),
+        line=group.line(mesh, "pp"),
+        holders=lambda stages: (group.holders(mesh, stages, *samples), group.holders(mesh, stages, *samples, "tp")),
     )
-    if plan.tp > 1:
-        return _tensor(template, ranks, manner or Manner())
+    if plan.tp * plan.pp > 1:
+        return _divided(template, plan, ranks, manner or Manner())
     return _LAYOUTS[plan.zero](template, ranks, manner or Manner())

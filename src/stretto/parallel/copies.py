@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from stretto.comm.members import Members
 from stretto.parallel._base import Place
 from stretto.parallel.template import Template
 from stretto.state import Box, Part, Shares, TensorSpec
@@ -30,17 +31,22 @@ def sparse_parameters(module: nn.Module) -> set[str]:
     return {names[id(table.weight)] for table in tables if table.sparse}
 
 
-def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, sparse: bool = False) -> Place:
-    """A parameter that every rank updates, all of it."""
-    return Place(spec, Part((Box.whole(spec.shape),)), trained(spec, compute), compute, owner=owner, sparse=sparse)
+def whole_place(
+    spec: TensorSpec, compute: nn.Parameter, owner: bool, world: Members, sparse: bool = False
+) -> Place:
+    """A parameter that every rank of ``world`` updates, all of it."""
+    part, local = Part((Box.whole(spec.shape),)), trained(spec, compute)
+    return Place(spec, part, local, compute, owner=owner, adds=world, alike=world, sparse=sparse)
 
 
-def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, rank: int) -> Place:
-    """A parameter of which each rank updates the part that it was dealt."""
+def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, world: Members) -> Place:
+    """A parameter of which each rank of ``world`` updates the part that it was dealt."""
+    rank = world.rank
     holders = [holder for holder, box in enumerate(shares) if box.numel] or [0]
     mine = nn.Parameter(compute.detach()[shares[rank].within(Box.whole(spec.shape))], compute.requires_grad)
     local = trained(spec, mine)
-    return Place(spec, Part((shares[rank],)), local, compute, owner=rank in holders, shares=shares)
+    part, owner = Part((shares[rank],)), rank in holders
+    return Place(spec, part, local, compute, owner=owner, adds=world, alike=world, shares=shares)
 
 
 def trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from stretto.comm.group import Group
+from stretto.comm.members import Members
 from stretto.errors import TaskError
-from stretto.parallel._base import Manner, Place, Ranks
+from stretto.parallel._base import Around, Manner, Microbatch, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down
 from stretto.parallel.recompute import Recomputed
@@ -49,6 +49,13 @@ class Placed:
     def updated(self) -> None:
         """See :class:`Applied`."""
         self._stale = True
+
+    def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
+        """See :class:`Applied`; one after the other."""
+        for place, each in enumerate(microbatches):
+            each.call()  # out here: errors of the user's data are no lost peer's
+            with around(last=place == len(microbatches) - 1, ghost=each.ghost):
+                each.backward(each.loss(each.forward(self.module)))
 
     # For layouts that leave every gradient to the sync rule, and gather nothing in forward.
 
@@ -119,13 +126,14 @@ def import_places(places: Mapping[str, Place], source: StateSource) -> None:
                 place.local[where].copy_(source.read(f"model/{name}", box))
 
 
-def buffer_slices(module: nn.Module, group: Group) -> Iterator[Slice]:
-    """Every buffer, whole; each has one owner."""
-    specs = {name: TensorSpec.of(f"model/{name}", buffer) for name, buffer in module.named_buffers()}
-    owners = assign_owners(specs.values(), group.size)
-    for name, buffer in module.named_buffers():
+def buffer_slices(module: nn.Module, alike: Members, leave_out: Collection[str] = ()) -> Iterator[Slice]:
+    """Every buffer, whole; each has one owner among those that have the same."""
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in leave_out}
+    specs = {name: TensorSpec.of(f"model/{name}", buffer) for name, buffer in buffers.items()}
+    owners = assign_owners(specs.values(), alike.size)
+    for name, buffer in buffers.items():
         spec = specs[name]
-        yield Slice(spec, Box.whole(spec.shape), buffer.detach(), owners[spec.name] == group.rank)
+        yield Slice(spec, Box.whole(spec.shape), buffer.detach(), owners[spec.name] == alike.rank)
 
 
 @torch.no_grad()

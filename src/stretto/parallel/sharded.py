@@ -52,7 +52,7 @@ class Sharded(Placed):
         sparse = sparse_parameters(self.module)
         parameters = dict(self.module.named_parameters())
         self._places = {
-            name: whole_place(spec, parameters[name], owners[name] == ranks.world.rank, name in sparse)
+            name: whole_place(spec, parameters[name], owners[name] == ranks.world.rank, ranks.world, name in sparse)
             if name in owners
             else self._place(self._dtensors[name], spec)
             for name, spec in template.specs.items()
@@ -82,7 +82,8 @@ class Sharded(Placed):
         box = cut_rows(spec.shape, self.ranks.shards.size)[self.ranks.shards.rank]
         owner = self.ranks.replicas.rank == 0
         mine = nn.Parameter(local, parameter.requires_grad)
-        return Place(spec, Part((box,)), mine, cast(nn.Parameter, parameter), owner=owner, summed=True)
+        compute, world = cast(nn.Parameter, parameter), self.ranks.world
+        return Place(spec, Part((box,)), mine, compute, owner=owner, adds=world, alike=world, summed=True)
 
     @property
     def communicates(self) -> bool:

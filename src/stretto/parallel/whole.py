@@ -83,9 +83,9 @@ class Whole(Placed):
         for name, parameter in self.module.named_parameters():
             spec = template.specs[name]
             if name in shares:
-                found[name] = dealt_place(spec, parameter, shares[name], world.rank)
+                found[name] = dealt_place(spec, parameter, shares[name], world)
             else:
-                found[name] = whole_place(spec, parameter, owners[name] == world.rank, name in self._sparse)
+                found[name] = whole_place(spec, parameter, owners[name] == world.rank, world, name in self._sparse)
         return found
 
     @property

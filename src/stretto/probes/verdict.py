@@ -105,11 +105,12 @@ def _of_optimizer(findings: Findings, plan: Plan) -> str | None:
             f"{findings.reach_error:.0e} of the change, so tp={plan.tp}, which cuts them, would change the numbers; "
             "use tp=1, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
         )
-    if findings.reach == "all" and plan.zero and plan.dp > 1:
+    if findings.reach == "all" and ((plan.zero and plan.dp > 1) or plan.pp > 1):
+        instead = "pp=1" if plan.pp > 1 else "zero=0"
         return (
             f"plan {plan}: optimizer() computes a parameter's update from other parameters too: beside another one it "
             f"differs by {findings.reach_error:.0e} of the change, so spreading them over ranks would change the "
-            "numbers; use zero=0, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
+            f"numbers; use {instead}, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
         )
     if findings.reach == "tensor" and cuts_tensors:
         return (

@@ -41,8 +41,16 @@ class Part(Protocol):
         """Whether its gradients are sparse."""
 
     @property
-    def cut(self) -> bool:
-        """Whether ``tp`` cuts it."""
+    def elsewhere(self) -> bool:
+        """Whether it isn't used on this rank at all."""
+
+    @property
+    def adds(self) -> Members:
+        """Those whose gradients of the part add up."""
+
+    @property
+    def alike(self) -> Members:
+        """Those that hold the same part, and so the same sum."""
 
 
 class Ranks(Protocol):
@@ -51,10 +59,6 @@ class Ranks(Protocol):
     @property
     def world(self) -> Members:
         """All that share the global batch."""
-
-    @property
-    def everyone(self) -> Members:
-        """Those, and those that have the same samples as another."""
 
     @property
     def replicas(self) -> Members:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from stretto.comm.members import Members
 from stretto.state import Shares, TensorSpec, pack
 from stretto.sync._base import Layout, Part
 from stretto.sync.buckets import GradientBucket, Kept, Passing
@@ -40,16 +41,15 @@ class ExactSum:
 
     def __init__(self, layout: Layout, keep: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._layout, self._keep = layout, keep
-        self._everyone, self._world, self._replicas = layout.ranks.everyone, layout.ranks.world, layout.ranks.replicas
-        own = {n: place for n, place in layout.places.items() if not place.summed and place.compute.requires_grad}
+        self._world, self._replicas = layout.ranks.world, layout.ranks.replicas
+        own = {n: p for n, p in layout.places.items() if not p.summed and not p.elsewhere and p.compute.requires_grad}
         dense = {name: place for name, place in own.items() if not place.sparse}
         shares: dict[str, Shares] = {name: p.shares for name, p in dense.items() if p.shares is not None}
-        packed = []
-        for cut in (False, True):  # apart, as in the norm each rank answers for its own part of what tp cuts
-            held = [_held(place) for place in reversed(dense.values()) if place.cut == cut]
-            packed += pack(held, shares, bucket_bytes)
         kind = Kept if keep else Passing
-        self._buckets: list[GradientBucket] = [kind(bucket, dense, self._world) for bucket in packed]
+        self._buckets: list[GradientBucket] = []
+        for together in _by_holders(dense):
+            packed = pack([_held(place) for place in reversed(together)], shares, bucket_bytes)
+            self._buckets += [kind(bucket, dense, together[0].adds) for bucket in packed]
         self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
         self._order = {name: index for index, name in enumerate(layout.places)}
         self._reached = torch.zeros(len(self._order), dtype=torch.float64)
@@ -143,7 +143,7 @@ class ExactSum:
                     place.local.detach().new_empty(0, *place.spec.shape[1:]),
                     place.spec.shape,
                 )
-            self._sparse[name] = self._world.all_gather_sparse(gradient)
+            self._sparse[name] = place.adds.all_gather_sparse(gradient)
         self._add_replicas()
         for name, place in self._layout.places.items():
             if place.summed and self._layout.reached(name):
@@ -176,17 +176,17 @@ class ExactSum:
 
     def square_sum(self) -> torch.Tensor:
         """See :class:`Sync`. Of what is the same on several ranks, each answers for one piece."""
-        world, everyone, replicas = self._world, self._everyone, self._replicas
+        places, replicas = self._layout.places, self._replicas
         parts = []
         for bucket in self._buckets:
-            place = self._layout.places[bucket.names[0]]
-            alike = world if place.cut else everyone
-            parts.append(bucket.own.tensor_split(alike.size)[alike.rank] if place.shares is None else bucket.own)
-        sparse = [gradient._values() for gradient in self._sparse.values() if gradient is not None]
-        parts += [values.tensor_split(everyone.size)[everyone.rank] for values in sparse]
+            place = places[bucket.names[0]]
+            parts.append(_piece(bucket.own, place.alike) if place.shares is None else bucket.own)
+        for name, gradient in self._sparse.items():
+            if gradient is not None:
+                parts.append(_piece(gradient._values(), places[name].alike))
         for gradient in self._of_layout().values():
             if gradient is not None:
-                parts.append(gradient.reshape(-1).tensor_split(replicas.size)[replicas.rank])
+                parts.append(_piece(gradient.reshape(-1), replicas))
         parts = [part for part in parts if part.numel()]
         if not parts:
             return torch.zeros((), dtype=torch.float64)
@@ -223,6 +223,20 @@ class ExactSum:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _piece(flat: torch.Tensor, alike: Members) -> torch.Tensor:
+    """Of what all of ``alike`` have, the part that this rank answers for."""
+    return flat.tensor_split(alike.size)[alike.rank]
+
+
+def _by_holders(places: Mapping[str, Part]) -> list[list[Part]]:
+    """Parts whose gradients are added up over the same ranks, and are the same on the same ranks then. Those of most
+    ranks come last: whoever waits for them there waits for nobody who still waits elsewhere."""
+    found: dict[tuple[int, int], list[Part]] = {}
+    for place in places.values():
+        found.setdefault((id(place.adds), id(place.alike)), []).append(place)
+    return sorted(found.values(), key=lambda parts: (parts[0].adds.size, parts[0].alike.size))
 
 
 def _held(place: Part) -> TensorSpec:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from stretto.errors import Refused, UserError, one_line
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.plan import Plan
-from stretto.preload import BY_TP
+from stretto.preload import BY_TRACE
 from stretto.task import resolve_task_path
 from stretto.verify.diagnose import first_divergence
 from stretto.verify.facts import RankFacts, ReferenceRecord
@@ -76,8 +76,8 @@ def verify(
 def preloads(plans: Sequence[str]) -> tuple[str, ...]:
     """What a launcher's fork server should import beforehand for these plans."""
     known = [plan for plan in map(_parse, plans) if isinstance(plan, Plan)]
-    sharded, traced = any(plan.zero == 3 for plan in known), any(plan.tp > 1 for plan in known)
-    return (*PRELOADS, *(PRELOADS_SHARDED if sharded else ()), *(BY_TP if traced else ()))
+    sharded, traced = any(plan.zero == 3 for plan in known), any(plan.tp * plan.pp > 1 for plan in known)
+    return (*PRELOADS, *(PRELOADS_SHARDED if sharded else ()), *(BY_TRACE if traced else ()))
 
 
 def _parse(text: str) -> Plan | str:

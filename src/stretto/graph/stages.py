@@ -1,0 +1,339 @@
+"""A traced graph cut into stages: which stage runs each operation, and what passes between them.
+
+The operations stay in the order in which the model runs them, and a stage is a stretch of that order. What a later
+stage needs of an earlier one goes straight there, over any number of stages between (skip connections). What depends on
+the model's arguments alone (masks, positions), or on parameters alone (their views), is computed again wherever it is
+used: every stage is called with the model's own arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from stretto.errors import Refused
+from stretto.graph.trace import Traced
+
+_WRITES_UNSAID = {"aten::batch_norm": (3, 4)}  # running statistics, where it trains
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to cut.
+
+    Args:
+        nodes: the operations that belong to one stage each, in order.
+        free: those that any stage may compute again.
+        together: pairs of places in ``nodes``: what lies from the first to the second must stay in one stage, as
+            something between them is changed in place, or comes in several parts.
+        carries: values that a parameter that trains has a part in, so that somebody wants their gradient.
+    """
+
+    traced: Traced
+    nodes: tuple[fx.Node, ...]
+    free: frozenset[fx.Node]
+    together: tuple[tuple[int, int], ...]
+    carries: frozenset[fx.Node]
+
+    @property
+    def edges(self) -> list[int]:
+        """The places in ``nodes`` at which a stage may begin."""
+        inside = [0] * (len(self.nodes) + 1)
+        for first, last in self.together:
+            inside[first + 1] += 1
+            inside[last + 1] -= 1
+        depth, found = 0, []
+        for place in range(1, len(self.nodes)):
+            depth += inside[place]
+            if not depth:
+                found.append(place)
+        return found
+
+    def crossing_bytes(self) -> list[int]:
+        """Of each place in ``nodes`` what would pass it in one call if a stage began there, and the parameters that both
+        sides of it would use."""
+        place = {node: at for at, node in enumerate(self.nodes)}
+        spans = []
+        for node, at in place.items():
+            users = [len(self.nodes) - 1 if user.op == "output" else place[user] for user in node.users]
+            spans.append((at, max(users, default=at), _num_bytes(node)))
+        uses: dict[fx.Node, list[int]] = {}
+        for node, at in place.items():
+            for parameter in self.parameters(node):
+                uses.setdefault(parameter, []).append(at)
+        spans += [(places[0], places[-1], _num_bytes(parameter)) for parameter, places in uses.items()]
+        steps = [0] * (len(self.nodes) + 1)
+        for first, last, num_bytes in spans:
+            steps[first + 1] += num_bytes
+            steps[last + 1] -= num_bytes
+        return list(accumulate(steps[: len(self.nodes)]))
+
+    def parameters(self, node: fx.Node) -> list[fx.Node]:
+        """The placeholders of the parameters that an operation uses, itself or through what is computed of them alone."""
+        needed = _with_free([node], self.free)
+        found = dict.fromkeys(source for one in needed for source in one.all_input_nodes)
+        return [source for source in found if source.name in self.traced.parameters]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The graph in stages.
+
+    Args:
+        of: the stage of each operation that belongs to one.
+        incoming: of each stage, by the stage that they come from, the values that it needs.
+        users: of each parameter the stages that use it, by name.
+        carries: values whose gradient somebody wants.
+        draws: the stages that draw random numbers, in order.
+        changes: of each buffer that forward changes, by name, the stage that does.
+    """
+
+    traced: Traced
+    count: int
+    of: Mapping[fx.Node, int]
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    incoming: tuple[Mapping[int, tuple[fx.Node, ...]], ...]
+    users: Mapping[str, tuple[int, ...]]
+    carries: frozenset[fx.Node]
+    draws: tuple[int, ...]
+    changes: Mapping[str, int]
+
+    @property
+    def hands_on(self) -> tuple[tuple[int, int], ...]:
+        """From which stage to which the random generator's state goes: to the next that draws, and to the last, for the
+        loss."""
+        if not self.draws:
+            return ()
+        stops = list(dict.fromkeys([*self.draws, self.count - 1]))
+        return tuple(pairwise(stops))
+
+    @property
+    def feeds(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages of which the second waits for the first."""
+        values = {(source, to) for to, sources in enumerate(self.incoming) for source in sources}
+        return tuple(sorted(values | set(self.hands_on)))
+
+
+def work_of(traced: Traced, trains: Mapping[str, bool]) -> Work:
+    """Sorts the operations of a graph. ``trains``: of each parameter, by name, whether it does."""
+    nodes = [node for node in traced.graph.graph.nodes if node.op == "call_function"]
+    written = _written(nodes)
+    of_parameters = {node for node in traced.graph.graph.nodes if node.name in traced.parameters}
+    of_arguments = {node for node in traced.graph.graph.nodes if node.name in traced.arguments}
+    work: dict[fx.Node, int] = {}
+    for node in nodes:
+        sources = node.all_input_nodes
+        parametric, fed = not of_parameters.isdisjoint(sources), not of_arguments.isdisjoint(sources)
+        changed = any(_base(one) in written for one in (node, *sources))
+        if (parametric and fed) or changed or _draws(node) or any(one in work for one in sources):
+            work[node] = len(work)
+            parametric = fed = True
+        of_parameters |= {node} if parametric else set()
+        of_arguments |= {node} if fed else set()
+    free = frozenset(node for node in nodes if node not in work)
+    together = tuple(_together(tuple(work), work, written))
+    return Work(traced, tuple(work), free, together, _carrying(traced, trains))
+
+
+def stages_at(work: Work, starts: Sequence[int]) -> Stages:
+    """The graph cut where the stages after the first begin: places in ``work.nodes``, rising, the same ones twice for a
+    stage without any operation."""
+    of = {node: sum(start <= place for start in starts) for place, node in enumerate(work.nodes)}
+    return _stages(work, of, len(starts) + 1)
+
+
+def stages_like(work: Work, users: Mapping[str, tuple[int, ...]], count: int) -> Stages:
+    """The cut of another graph of the same model by which each stage uses the parameters that it used before.
+
+    Raises:
+        Refused: in this graph the parameters of one stage are used after those of a later one.
+    """
+    of: dict[fx.Node, int] = {}
+    now = 0
+    for node in work.nodes:
+        names = {work.traced.parameters[parameter.name] for parameter in work.parameters(node)}
+        alone = [users[name][0] for name in names if len(users[name]) == 1]
+        if alone and (min(alone) < now or len(set(alone)) > 1):
+            raise Refused(
+                "plan: with a batch of another shape, or in evaluation, the model uses its layers in another order than "
+                f"in training: {', '.join(sorted(names))}; pp can't run it in stages"
+            )
+        for name in names:
+            if now not in users[name] and not alone:  # one of several users of a tied parameter
+                later = [stage for stage in users[name] if stage > now]
+                now = later[0] if later else now
+        now = alone[0] if alone else now
+        of[node] = now
+    for first, last in work.together:
+        for node in work.nodes[first : last + 1]:
+            of[node] = of[work.nodes[last]]
+    return _stages(work, of, count)
+
+
+def _stages(work: Work, of: Mapping[fx.Node, int], count: int) -> Stages:
+    traced = work.traced
+    own: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in work.nodes:
+        own[of[node]].append(node)
+    output = next(node for node in traced.graph.graph.nodes if node.op == "output")
+    nodes, incoming = [], []
+    users: dict[str, list[int]] = {name: [] for name in traced.parameters.values()}
+    for stage in range(count):
+        needed = _with_free([*own[stage], *([output] if stage == count - 1 else [])], work.free)
+        nodes.append(tuple(node for node in traced.graph.graph.nodes if node in needed and node.op == "call_function"))
+        arriving: dict[int, list[fx.Node]] = {}
+        for node in traced.graph.graph.nodes:
+            if node in needed:
+                continue
+            if any(user in needed for user in node.users):
+                if node in of:
+                    arriving.setdefault(of[node], []).append(node)
+                elif node.name in traced.parameters and stage not in users[traced.parameters[node.name]]:
+                    users[traced.parameters[node.name]].append(stage)
+        incoming.append({source: tuple(values) for source, values in sorted(arriving.items())})
+    draws = sorted({of[node] for node in work.nodes if _draws(node)})
+    return Stages(
+        traced,
+        count,
+        of,
+        tuple(nodes),
+        tuple(incoming),
+        {name: tuple(found or [0]) for name, found in users.items()},
+        work.carries,
+        tuple(draws),
+        _changes(traced, of, output),
+    )
+
+
+def _changes(traced: Traced, of: Mapping[fx.Node, int], output: fx.Node) -> dict[str, int]:
+    results: Any = output.args[0]
+    found = {name: of[node] for name, node in zip(traced.mutated, results, strict=False) if node in of}
+    for node, stage in of.items():
+        for base in map(_base, _writes(node)):
+            if base.name in traced.buffers:
+                found[traced.buffers[base.name]] = stage
+    return found
+
+
+def _carrying(traced: Traced, trains: Mapping[str, bool]) -> frozenset[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder":
+            if trains.get(traced.parameters.get(node.name, ""), False):
+                found.add(node)
+        elif node.op == "call_function" and _schema_name(node) != "aten::detach":
+            value = node.meta.get("val")
+            differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
+            if differentiable and any(source in found for source in node.all_input_nodes):
+                found.add(node)
+    return frozenset(found)
+
+
+# ---- what an operation does to its tensors
+
+
+def _written(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """What is changed in place, by the operation (or placeholder) that made it; and what changes it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for target in _writes(node):
+            found.setdefault(_base(target), []).append(node)
+    return found
+
+
+def _together(
+    work: Sequence[fx.Node],
+    place: Mapping[fx.Node, int],
+    written: Mapping[fx.Node, list[fx.Node]],
+) -> Iterable[tuple[int, int]]:
+    family: dict[fx.Node, list[int]] = {}
+    for node in work:
+        for one in (node, *node.all_input_nodes):
+            base = _base(one)
+            if base in written:
+                family.setdefault(base, []).append(place[node])
+    for base, places in family.items():
+        # Of a value, all up to its last change; of a buffer or an argument, all that looks at it.
+        last = max(places) if base.op == "placeholder" else max(place[writer] for writer in written[base])
+        yield min(places), last
+    for node in work:
+        parts = [place[user] for user in node.users if user.target is operator.getitem and user in place]
+        if parts:
+            yield place[node], max(parts)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Where the memory of a view comes from."""
+    while node.op == "call_function":
+        if node.target is operator.getitem:
+            node = node.args[0]  # type: ignore[assignment]
+            continue
+        schema = getattr(node.target, "_schema", None)
+        shown = {name for one in getattr(schema, "returns", ()) if one.alias_info for name in one.alias_info.before_set}
+        source = None
+        for at, argument in enumerate(getattr(schema, "arguments", ())):
+            if argument.alias_info is not None and shown & set(argument.alias_info.before_set):
+                source = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+        if not isinstance(source, fx.Node):
+            return node
+        node = source
+    return node
+
+
+def _writes(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation changes."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return []
+    places = [at for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write]
+    if schema.name in _WRITES_UNSAID and node.args[5]:
+        places += _WRITES_UNSAID[schema.name]
+    found = []
+    for at in places:
+        value = node.args[at] if at < len(node.args) else node.kwargs.get(schema.arguments[at].name)
+        found += [value] if isinstance(value, fx.Node) else []
+    return found
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    name, arguments = _schema_name(node), [*node.args, *node.kwargs.values()]
+    if name in ("aten::dropout", "aten::dropout_", "aten::feature_dropout", "aten::alpha_dropout"):
+        return bool(arguments[1]) and bool(arguments[2])
+    if name == "aten::scaled_dot_product_attention":
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    if name in ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"):
+        return bool(node.args[5]) and bool(node.args[6])
+    return True
+
+
+def _schema_name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return sum(one.numel() * one.element_size() for one in values if isinstance(one, torch.Tensor))
+
+
+def _with_free(nodes: Iterable[fx.Node], free: frozenset[fx.Node]) -> set[fx.Node]:
+    """The nodes, and what of the free ones they need, directly or not."""
+    found: set[fx.Node] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node in found:
+            continue
+        found.add(node)
+        left += [source for source in node.all_input_nodes if source in free]
+    return found

@@ -1,0 +1,247 @@
+"""``tp`` and ``pp``: a model cut inside its layers, and into stages, over ranks that have the same samples.
+
+What is cut, and how, comes from the traced graph: axes of its tensors for ``tp`` (:mod:`stretto.graph.cut`; Megatron-LM,
+arXiv 1909.08053, section 3), stretches of its operations for ``pp`` (:mod:`stretto.graph.stages`; GPipe, arXiv
+1811.06965), whatever the modules are called. What runs is that graph on a rank's parts: the model's own operations in
+their own order. Python that forward runs beside them runs once, when it is traced: for each mode (training or not) and
+each shape of a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from stretto.data import mapped
+from stretto.errors import Refused
+from stretto.graph.balance import balanced
+from stretto.graph.cut import Cut, follow_cut, plan_cut, report
+from stretto.graph.rules import Reading, read
+from stretto.graph.stages import Stages, stages_at, stages_like, work_of
+from stretto.graph.trace import Traced, tensors_in, trace
+from stretto.parallel._base import Around, Call, Manner, Microbatch, Place, Ranks
+from stretto.parallel.copies import narrowed, sparse_parameters, trained
+from stretto.parallel.layout import Placed, buffer_slices, check_frozen, export_places
+from stretto.parallel.measure import costs_of
+from stretto.parallel.pipeline import Execution
+from stretto.parallel.program import Program
+from stretto.parallel.template import Template
+from stretto.plan import Plan
+from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
+from stretto.state import Box, Part, Slice, assign_owners
+
+_NOTHING: Final = torch.empty(0)
+
+
+class Divided(Placed):
+    """A rank's part of every layer of its stages.
+
+    Raises:
+        Refused: the model can't be traced, or can't be cut as the plan says.
+    """
+
+    def __init__(self, template: Template, plan: Plan, ranks: Ranks, manner: Manner) -> None:
+        self.reduces_once = manner.reduce_once
+        types = narrowed(template, manner.compute)
+        super().__init__(template.build(ranks.world.device, types), ranks, manner)
+        self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
+        self._trains, self._plan = template.trainable, plan
+        self._programs: dict[Any, Program] = {}
+        assert manner.example is not None
+        call = manner.example.call
+        with manner.surround():
+            traced = trace(self._whole.train(), *call)
+            cut = _cut(traced, ranks.tensor.size)
+            stages = self._stages(traced, manner)
+        count = plan.pp * max(1, plan.chunks)
+        self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
+        self._users = stages.users
+        self._parts = _parts(cut, traced, template, ranks.tensor.rank)
+        self._holders = {name: self._ranks_of(name, template) for name in template.specs}
+        for name, holders in self._holders.items():
+            if ranks.line.rank not in holders:
+                shape = template.specs[name].shape
+                self._parts[name] = Part((Box((0,) * len(shape), (0, *shape[1:])),))
+        _replace(self.module, self._parts)
+        self._places = self._settle(template)
+        self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
+        self._changes = stages.changes
+        self._programs[_key(True, call)] = self._program(stages, cut)
+        self._schedule = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self._forwards = _forward_only(self._flow)
+        self.module.forward = self._forward(self.module.forward)
+
+    # ---- what lies where
+
+    def _stages(self, traced: Traced, manner: Manner) -> Stages:
+        """The first graph in stages that take as long as one another, by one rank's measurement."""
+        work, count = work_of(traced, self._trains), self._plan.pp * max(1, self._plan.chunks)
+        if count == 1:
+            return stages_at(work, ())
+        assert manner.example is not None
+        found = costs_of(work, self._whole, manner.example) if self.ranks.everyone.rank == 0 else None
+        costs = self.ranks.everyone.broadcast_json(found)
+        return stages_at(work, balanced(costs, work.edges, work.crossing_bytes(), count))
+
+    def _ranks_of(self, name: str, template: Template) -> tuple[int, ...]:
+        """The ranks of the pipeline that hold a parameter. One that no stage can be without a part of is everywhere."""
+        spec = template.specs[name]
+        if not spec.shape or not spec.numel:
+            return tuple(range(self._plan.pp))
+        return tuple(sorted({self._flow.ranks[stage] for stage in self._users[name]}))
+
+    def _settle(self, template: Template) -> dict[str, Place]:
+        """What a rank holds has an owner among those that hold the same."""
+        world, stage, line = self.ranks.world, self.ranks.stage, self.ranks.line
+        shared = {holders: self.ranks.holders(holders) for holders in sorted(set(self._holders.values()))
+                  if len(holders) > 1}  # fmt: skip
+        sparse = sparse_parameters(self.module)
+        kinds = {}
+        for name, holders in self._holders.items():
+            adds, alike = shared.get(holders, (world, stage))
+            kinds[name] = (adds, adds if self._parts[name].cut else alike)
+        owners: dict[str, int] = {}
+        for group in dict.fromkeys(alike for _, alike in kinds.values()):
+            names = [n for n, (_, alike) in kinds.items() if alike is group and line.rank in self._holders[n]]
+            owners |= assign_owners((template.specs[name] for name in names), group.size)
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            (adds, alike), spec = kinds[name], template.specs[name]
+            owner, local = owners.get(name) == alike.rank, trained(spec, parameter)
+            found[name] = Place(
+                spec, self._parts[name], local, parameter, owner=owner, adds=adds, alike=alike, sparse=name in sparse
+            )
+        return found
+
+    def export_state(self) -> Iterator[Slice]:
+        """See :class:`Applied`; a buffer that a stage changes is only known there."""
+        yield from export_places(self._places)
+        yield from buffer_slices(self.module, self.ranks.everyone, leave_out=self._changes)
+        here = {name for name, stage in self._changes.items() if self._flow.ranks[stage] == self.ranks.line.rank}
+        others = {name for name, _ in self.module.named_buffers()} - here
+        yield from buffer_slices(self.module, self.ranks.stage, leave_out=others)
+
+    # ---- running
+
+    def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
+        """See :class:`Applied`; by the plan's schedule."""
+        Execution(self._schedule, self.ranks.line, self._of, microbatches, around).run()
+
+    def _forward(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Forward alone, of one batch; its output comes out where the last stage is, elsewhere None does."""
+
+        @functools.wraps(own)
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            execution = Execution(self._forwards, self.ranks.line, self._of, [_Once((arguments, keywords))])
+            execution.run()
+            return execution.output
+
+        return forward
+
+    def _of(self, call: Call) -> Program:
+        """For another mode or other shapes: the same cut of the same parameters."""
+        key = _key(self.module.training, call)
+        if key not in self._programs:
+            with torch.enable_grad():  # in the precision that surrounds every forward
+                traced = trace(self._whole.train(self.module.training), *call)
+            size = self.ranks.tensor.size
+            cut = follow_cut(read(traced), traced, self._parts, size) if size > 1 else _uncut()
+            stages = stages_like(work_of(traced, self._trains), self._users, len(self._flow.ranks))
+            self._programs[key] = self._program(stages, cut)
+        return self._programs[key]
+
+    def _program(self, stages: Stages, cut: Cut) -> Program:
+        here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module)
+
+    # ---- the contract
+
+    @property
+    def communicates(self) -> bool:
+        """See :class:`Applied`."""
+        return self.ranks.tensor.size > 1
+
+    @contextmanager
+    def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
+        """See :class:`Applied`; gradients are left to the sync rule."""
+        yield
+        check_frozen(self._frozen)
+
+    def teardown(self) -> None:
+        """See :class:`Applied`."""
+        super().teardown()
+        self._programs = {}
+        del self._whole
+
+
+class _Once:
+    """A batch that runs forward alone."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def call(self) -> Call:
+        """What it was called with."""
+        return self._call
+
+    def forward(self, run: Callable[..., Any]) -> Any:
+        """What ``run`` gives."""
+        arguments, keywords = self._call
+        return run(*arguments, **keywords)
+
+
+def _forward_only(flow: Flow) -> Schedule:
+    stages = range(len(flow.ranks))
+    lists = (tuple(Action(Kind.FORWARD, s, 0) for s in stages if flow.ranks[s] == r) for r in range(max(flow.ranks) + 1))
+    return Schedule("forward", flow, 1, tuple(lists))
+
+
+def _key(training: bool, call: Call) -> Any:
+    """What a trace holds for: the mode, the shapes, and every number that isn't in a tensor."""
+    arguments, keywords = call
+    given = (arguments, dict(keywords))
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
+    return training, shapes, repr(mapped(given, lambda _: _NOTHING))
+
+
+def _uncut() -> Cut:
+    return Cut(Reading(), frozenset(), 1)
+
+
+def _cut(traced: Traced, degree: int) -> Cut:
+    """Raises Refused where nothing can be cut inside, though ``tp`` asks for it."""
+    if degree == 1:
+        return _uncut()
+    cut = plan_cut(read(traced), traced, degree)
+    if not cut.axes:
+        why = next(iter(report(cut, traced).items()), ("", ""))
+        raise Refused(f"plan: tp={degree} finds nothing to cut in this model; {why[0]}: {why[1]}")
+    return cut
+
+
+def _parts(cut: Cut, traced: Traced, template: Template, rank: int) -> dict[str, Part]:
+    whole = {name: Part((Box.whole(spec.shape),)) for name, spec in template.specs.items()}
+    if not cut.axes:
+        return whole
+    nodes = {traced.parameters[n.name]: n for n in traced.graph.graph.nodes if n.name in traced.parameters}
+    return {**whole, **{name: cut.part(cut.reading.of(node), rank) for name, node in nodes.items()}}
+
+
+def _replace(module: nn.Module, parts: Mapping[str, Part]) -> None:
+    """Gives the module parameters of a rank's shapes, tied ones still tied."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        if tuple(parameter.shape) == parts[name].shape:
+            made[id(parameter)] = parameter
+            continue
+        empty = torch.empty(parts[name].shape, dtype=parameter.dtype, device=parameter.device)
+        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for owner in module.modules():
+        for key, whole in owner._parameters.items():
+            if whole is not None:
+                owner._parameters[key] = made[id(whole)]

@@ -1,0 +1,120 @@
+"""What each operation of a graph costs, forward and backward, measured one by one on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from stretto.data import Generators
+from stretto.graph.stages import Work
+from stretto.graph.trace import filled, tensors_in
+from stretto.parallel._base import Example
+
+ROUNDS: Final = 3  # the least of them counts
+
+
+def costs_of(work: Work, module: nn.Module, example: Example) -> list[float]:
+    """Seconds of each of ``work.nodes``, the loss's added to the last. Weights are as ``module`` has them: the numbers
+    they hold don't matter."""
+    before = Generators.remember()
+    try:
+        clock = _Clock(work, module, example)
+        clock.run()
+        seconds = [clock.seconds.get(node, 0.0) for node in work.nodes]
+        seconds[-1] += clock.loss(example)
+    finally:
+        before.restore()
+    return seconds
+
+
+class _Clock(fx.Interpreter):
+    """Runs the graph once; each operation a few times, under the clock."""
+
+    def __init__(self, work: Work, module: nn.Module, example: Example) -> None:
+        super().__init__(work.traced.graph, garbage_collect_values=True)
+        self._work, self._module, self._example = work, module, example
+        self._timed = frozenset(work.nodes)
+        self.seconds: dict[fx.Node, float] = {}
+        self._idle = 0.0
+        self._idle = _best(lambda: _backward(torch.ones(1, requires_grad=True).view(1)))
+        self._found: Any = None
+
+    def run(self) -> None:  # type: ignore[override]
+        """Fills ``seconds``."""
+        traced = self._work.traced
+        held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        named = {**traced.parameters, **traced.buffers}
+        given = dict(zip(traced.arguments, tensors_in((self._example.call[0], dict(self._example.call[1]))), strict=True))
+        values = [
+            held[named[n.name]].detach() if n.name in named else given.get(n.name, traced.constants.get(n.name))
+            for n in traced.graph.graph.nodes
+            if n.op == "placeholder"
+        ]
+        self._found = super().run(*values)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value, without its history."""
+        if n not in self._timed:
+            with torch.no_grad():
+                return super().run_node(n)
+        carries = n in self._work.carries and not _changes(n)
+        best, value = float("inf"), None
+        for _ in range(1 if _changes(n) else ROUNDS):
+            leaves: dict[fx.Node, Any] = {
+                one: _leaf(self.env[one], carries and one in self._work.carries) for one in n.all_input_nodes
+            }
+            arguments, keywords = fx.map_arg((n.args, n.kwargs), leaves.__getitem__)
+            began = time.perf_counter()
+            with torch.set_grad_enabled(carries):
+                value = getattr(self, n.op)(n.target, arguments, keywords)
+            if carries:
+                _backward(value)
+            best = min(best, time.perf_counter() - began - (self._idle if carries else 0.0))
+        self.seconds[n] = max(0.0, best)
+        return torch.utils._pytree.tree_map(_plain, value)
+
+    def loss(self, example: Example) -> float:
+        """Seconds of the loss, forward and backward."""
+        changed = len(self._work.traced.mutated)
+        values = [None if one is None else _leaf(one, one.is_floating_point()) for one in self._found[changed:]]
+
+        def once() -> None:
+            roots, weights = example.loss(filled(self._work.traced.output, values))
+            torch.autograd.backward(roots, weights)
+
+        return _best(once)
+
+
+def _best(action: Any) -> float:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _leaf(value: Any, carries: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(carries and (value.is_floating_point() or value.is_complex()))
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _backward(value: Any) -> None:
+    found: Iterable[Any] = value if isinstance(value, tuple | list) else [value]
+    roots = [one for one in found if isinstance(one, torch.Tensor) and one.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _changes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or schema.is_mutable

@@ -1,0 +1,272 @@
+"""One step of a pipeline on one rank: its list of actions, and the messages between them.
+
+What a rank does, and in which order, is a schedule (:mod:`stretto.schedule`); this carries it out. A value goes straight
+from the stage that makes it to each that needs it, and its gradient straight back. Sending never waits. What another
+rank sends is received in the order in which its own list has it sent, a few messages ahead, so that it comes while
+something else is computed.
+
+Backward of a stage begins at what it sent on, with the gradients that came back, and ends at what it received
+(GPipe, arXiv 1811.06965, section 2.3).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from stretto.comm.members import Members
+from stretto.graph.trace import tensors_in
+from stretto.parallel._base import Around, Call, Microbatch, Roots
+from stretto.parallel.program import Program, Result, Shape
+from stretto.schedule import Action, Kind, Schedule
+
+AHEAD: Final = 2  # messages of one rank that are received before they are asked for
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one stage sends to another for one microbatch: values, or gradients of values that came from there."""
+
+    kind: Kind
+    source: int
+    to: int
+    microbatch: int
+
+
+class Forwarded(Protocol):
+    """One microbatch, as far as forward goes."""
+
+    def call(self) -> Call:
+        """What the model is called with."""
+
+    def forward(self, run: Callable[..., Any]) -> Any:
+        """``run`` on that, and what becomes of its output."""
+
+
+@dataclass
+class _Kept:
+    """What backward of one stage needs of its forward."""
+
+    arrived: dict[fx.Node, torch.Tensor]
+    leaving: dict[fx.Node, torch.Tensor]
+    roots: Roots | None = None
+
+
+class Execution:
+    """A rank's way through a schedule, once.
+
+    Args:
+        line: the ranks of the pipeline, in order.
+        program: of a call.
+        microbatches: as many as the schedule has.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        line: Members,
+        program: Callable[[Call], Program],
+        microbatches: Sequence[Forwarded],
+        around: Around | None = None,
+    ) -> None:
+        self._schedule, self._line, self._program = schedule, line, program
+        self._microbatches, self._around = microbatches, around
+        self._ranks = schedule.flow.ranks
+        self._programs: dict[int, Program] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._here: dict[Message, list[torch.Tensor]] = {}  # from one stage of this rank to another
+        self._inboxes = {
+            rank: _Inbox(line, rank, self._from(rank), self._empty) for rank in range(line.size) if rank != line.rank
+        }
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self.output: Any = None
+
+    def run(self) -> None:
+        """Carries the list out. Every rank of the line must call it."""
+        actions = self._schedule.actions[self._line.rank]
+        with self._line.guard():
+            for place, action in enumerate(actions):
+                if action.kind is Kind.FORWARD:
+                    self._forward(action)
+                else:
+                    self._backward(action, final=place == len(actions) - 1)
+            while self._sent:
+                self._sent.popleft()[0].wait()
+
+    # ---- the two actions
+
+    def _forward(self, action: Action) -> None:
+        stage, at = action.stage, action.microbatch
+        microbatch, program = self._microbatches[at], self._of(at)
+        arrived: dict[fx.Node, torch.Tensor] = {}
+        state: torch.Tensor | None = None
+        for source in self._sources(program, stage):
+            found = self._take(Message(Kind.FORWARD, source, stage, at))
+            if (source, stage) in program.stages.hands_on:
+                state = found.pop()
+            values = program.stages.incoming[stage].get(source, ())
+            arrived |= {node: _leaf(value, program.shapes[node]) for node, value in zip(values, found, strict=True)}
+        results: list[Result] = []
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if state is not None:
+                _set_generators(state, self._line.device)
+            given = list(tensors_in((arguments, keywords)))
+            results.append(program.portions[stage].run(given, list(arrived.values())))
+            return results[0].output
+
+        output = microbatch.forward(run)
+        kept = _Kept(arrived, dict(results[0].leaving))
+        for to in self._targets(program, stage):
+            values = [kept.leaving[node] for node in program.stages.incoming[to].get(stage, ())]
+            if (stage, to) in program.stages.hands_on:
+                values.append(_generators(self._line.device))
+            self._send(Message(Kind.FORWARD, stage, to, at), [value.detach() for value in values])
+        if stage == program.stages.count - 1:
+            self.output = output
+        if self._around is not None:
+            kept.roots = cast(Microbatch, microbatch).loss(output) if stage == program.stages.count - 1 else None
+            self._kept[stage, at] = kept
+
+    def _backward(self, action: Action, final: bool) -> None:
+        stage, at = action.stage, action.microbatch
+        microbatch, program, kept = cast(Microbatch, self._microbatches[at]), self._of(at), self._kept.pop((stage, at))
+        assert self._around is not None
+        gradients: dict[fx.Node, torch.Tensor] = {}
+        for to in self._targets(program, stage):
+            nodes = self._carried(program, stage, to)
+            for node, gradient in zip(nodes, self._take(Message(Kind.BACKWARD, to, stage, at)), strict=True):
+                gradients[node] = gradients[node] + gradient if node in gradients else gradient
+        with self._around(last=final, ghost=microbatch.ghost):
+            if kept.roots is not None:
+                microbatch.backward(kept.roots)
+            else:
+                passing = [node for node in gradients if kept.leaving[node].requires_grad]
+                torch.autograd.backward([kept.leaving[n] for n in passing], [gradients[n] for n in passing])
+        for source in self._sources(program, stage):
+            values = [kept.arrived[node] for node in self._carried(program, source, stage)]
+            found = [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
+            self._send(Message(Kind.BACKWARD, stage, source, at), found)
+
+    # ---- who sends what to whom
+
+    def _of(self, microbatch: int) -> Program:
+        if microbatch not in self._programs:
+            self._programs[microbatch] = self._program(self._microbatches[microbatch].call())
+        return self._programs[microbatch]
+
+    @staticmethod
+    def _sources(program: Program, stage: int) -> list[int]:
+        return [source for source, to in program.stages.feeds if to == stage]
+
+    @staticmethod
+    def _targets(program: Program, stage: int) -> list[int]:
+        return [to for source, to in program.stages.feeds if source == stage]
+
+    @staticmethod
+    def _carried(program: Program, source: int, to: int) -> list[fx.Node]:
+        """The values from one stage to another whose gradients come back."""
+        return [node for node in program.stages.incoming[to].get(source, ()) if program.shapes[node].carries]
+
+    def _from(self, rank: int) -> Iterator[Message]:
+        """The messages that another rank sends to this one, in its order."""
+        for action in self._schedule.actions[rank]:
+            program = self._of(action.microbatch)
+            kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
+            for other in (self._targets if kind is Kind.FORWARD else self._sources)(program, action.stage):
+                if self._ranks[other] == self._line.rank:
+                    yield Message(kind, action.stage, other, action.microbatch)
+
+    def _empty(self, message: Message) -> list[torch.Tensor]:
+        """Room for what a message holds."""
+        program, device = self._of(message.microbatch), self._line.device
+        if message.kind is not Kind.FORWARD:
+            nodes = self._carried(program, message.to, message.source)
+        else:
+            nodes = list(program.stages.incoming[message.to].get(message.source, ()))
+        shapes = [program.shapes[node] for node in nodes]
+        found = [torch.empty(shape.sizes, dtype=shape.dtype, device=device) for shape in shapes]
+        if message.kind is Kind.FORWARD and (message.source, message.to) in program.stages.hands_on:
+            found.append(torch.empty_like(_generators(device)))
+        return found
+
+    def _take(self, message: Message) -> list[torch.Tensor]:
+        rank = self._ranks[message.source]
+        return self._here.pop(message) if rank == self._line.rank else self._inboxes[rank].take(message)
+
+    def _send(self, message: Message, values: Sequence[torch.Tensor]) -> None:
+        rank = self._ranks[message.to]
+        if rank == self._line.rank:
+            self._here[message] = list(values)
+            return
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        for value in values:
+            whole = value.contiguous()
+            if whole.numel():
+                self._sent.append((self._line.send(whole, rank), whole))
+
+
+class _Inbox:
+    """What one rank sends, in its order.
+
+    Args:
+        coming: its messages.
+        room: makes the tensors for one.
+    """
+
+    def __init__(
+        self,
+        line: Members,
+        rank: int,
+        coming: Iterator[Message],
+        room: Callable[[Message], list[torch.Tensor]],
+    ) -> None:
+        self._line, self._rank, self._coming, self._room = line, rank, coming, room
+        self._posted: dict[Message, list[tuple[torch.Tensor, dist.Work | None]]] = {}
+
+    def take(self, message: Message) -> list[torch.Tensor]:
+        """Waits for a message; others that come before it are kept."""
+        while message not in self._posted:
+            self._post()
+        found = self._posted.pop(message)
+        for _, work in found:
+            if work is not None:
+                work.wait()
+        while len(self._posted) < AHEAD and self._post():
+            pass
+        return [tensor for tensor, _ in found]
+
+    def _post(self) -> bool:
+        message = next(self._coming, None)
+        if message is None:
+            return False
+        room = self._room(message)
+        self._posted[message] = [(one, self._line.receive(one, self._rank) if one.numel() else None) for one in room]
+        return True
+
+
+def _leaf(value: torch.Tensor, shape: Shape) -> torch.Tensor:
+    return value.detach().requires_grad_(shape.carries and torch.is_grad_enabled())
+
+
+def _generators(device: torch.device) -> torch.Tensor:
+    """The state of torch's generators, as a tensor that can be sent."""
+    state = torch.get_rng_state()
+    if device.type == "cuda":
+        return torch.cat([state, torch.cuda.get_rng_state(device)]).to(device)
+    return state
+
+
+def _set_generators(state: torch.Tensor, device: torch.device) -> None:
+    host = state.cpu()
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(host[:size])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(host[size:], device)

@@ -1,0 +1,99 @@
+"""The traced graph as one rank runs it: its stages of it, on its parts of the tensors, for one shape of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from stretto.comm.members import Members
+from stretto.graph.cut import Cut
+from stretto.graph.localize import DROP, ENTER, LEAVE, Localizer, Portion
+from stretto.graph.stages import Stages
+from stretto.graph.trace import filled
+from stretto.parallel.messages import Drop, Enter, Leave
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a value that passes between stages."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    carries: bool  # its gradient passes back
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage gives for one microbatch.
+
+    Args:
+        leaving: values that other stages need, by node.
+        output: the model's, of the last stage.
+    """
+
+    leaving: Mapping[fx.Node, torch.Tensor]
+    output: Any = None
+
+
+class Portioned:
+    """One stage on this rank, its parameters and buffers bound to it once."""
+
+    def __init__(self, portion: Portion, stages: Stages, module: nn.Module) -> None:
+        traced = stages.traced
+        named = {**traced.parameters, **traced.buffers}
+        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        places = {name: at for at, name in enumerate(traced.arguments)}
+        self._portion, self._tree = portion, traced.output
+        self._bound: list[torch.Tensor | int] = [  # a number: the place among the arguments' tensors
+            held[named[name]] if name in named else places[name] if name in places else traced.constants[name]
+            for name in portion.bound
+        ]
+        self._mutated = [held[name] for name in portion.mutated]
+
+    def run(self, given: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Result:
+        """``given``: the tensors of the model's arguments; ``arriving``: what other stages sent, in order."""
+        bound = [given[one] if isinstance(one, int) else one for one in self._bound]
+        found = self._portion.graph(*bound, *arriving)
+        changed, leaving = len(self._mutated), len(self._portion.leaving)
+        with torch.no_grad():
+            for buffer, value in zip(self._mutated, found, strict=False):
+                buffer.copy_(value)
+        values = dict(zip(self._portion.leaving, found[changed : changed + leaving], strict=True))
+        return Result(values, filled(self._tree, found[changed + leaving :]) if self._portion.last else None)
+
+    @property
+    def arriving(self) -> tuple[fx.Node, ...]:
+        """The values of other stages that it needs, in order."""
+        return self._portion.arriving
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that a rank needs for calls of one shape.
+
+    Args:
+        stages: of the whole graph.
+        portions: of the stages that run here.
+        shapes: of every value that passes between any two stages, on this rank.
+    """
+
+    stages: Stages
+    portions: Mapping[int, Portioned]
+    shapes: Mapping[fx.Node, Shape]
+
+    @classmethod
+    def build(cls, stages: Stages, cut: Cut, tensor: Members, here: Sequence[int], module: nn.Module) -> Program:
+        """For the stages ``here``, with the parameters that ``module`` holds; ``tensor``: those who cut it inside."""
+        localizer = Localizer(stages, cut, tensor.rank)
+        modules = {ENTER: Enter(tensor), LEAVE: Leave(tensor), DROP: Drop()}
+        portions = {stage: Portioned(localizer.build(stage, modules), stages, module) for stage in here}
+        shapes = {}
+        for sources in stages.incoming:
+            for node in (one for values in sources.values() for one in values):
+                sizes = tuple(localizer.shape(node))
+                shapes[node] = Shape(sizes, node.meta["val"].dtype, node in stages.carries)
+        return cls(stages, portions, shapes)
