@@ -115,8 +115,8 @@ def assemble(
     once, why = _may_reduce_once(template, plan, group)
     if plan.tp * plan.pp > 1 and task.recipe.precision == "bf16-autocast":
         raise Refused(
-            f"plan {plan}: precision=bf16-autocast chooses types while forward runs, which a traced model does no more; "
-            "use bf16, fp32 or fp64"
+            f"plan {plan}: precision=bf16-autocast chooses types while forward runs, which a traced model no longer "
+            "does; use bf16, fp32 or fp64"
         )
     if plan.tp > 1 and task.recipe.precision not in ("fp32", "fp64"):
         raise Refused(

@@ -80,7 +80,7 @@ def evaluate(
     totals = table.of_all_ranks(on.group, len(feeder))
     if "loss" in totals:
         return totals
-    named = next(filter(None, on.group.gather_json(list(terms))), [])
+    named: list[str] = next(filter(None, on.group.gather_json(list(terms))), [])
     return {"loss": _sum_of_means([totals[name] for name in named]), **totals}
 
 

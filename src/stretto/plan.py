@@ -32,8 +32,8 @@ class Plan:
             all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
             sharding, arXiv 2304.11277, section 3.2.2).
         tp: ranks that cut the model's layers between them and share each sample (tensor parallelism, arXiv 1909.08053).
-        pp: ranks that have the model's layers between them in stages, one after another, and share each sample (pipeline
-            parallelism, arXiv 1811.06965).
+        pp: ranks that have the model's layers between them in stages, one after another, and share each sample
+            (pipeline parallelism, arXiv 1811.06965).
         schedule: in which order each of them runs its microbatches forward and backward; empty: ``1f1b``.
         chunks: stages on each of them; 0: as many as the schedule wants.
         recompute: which activations are dropped in forward and computed again in backward (arXiv 1604.06174), for less
@@ -89,8 +89,10 @@ class Plan:
             return
         object.__setattr__(self, "schedule", self.schedule or "1f1b")
         if self.schedule not in SCHEDULES:
-            known = ", ".join(SCHEDULES)
-            raise PlanError(f"plan: schedule must be one of {known}; got {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
+            known, near = ", ".join(SCHEDULES), nearest(self.schedule, SCHEDULES)
+            raise PlanError(
+                f"plan: schedule must be one of {known}; got {self.schedule!r}{near}"
+            )
         object.__setattr__(self, "chunks", self.chunks or (2 if self.schedule == "interleaved" else 1))
         if self.schedule == "interleaved" and self.chunks == 1:
             raise PlanError("plan: schedule=interleaved deals several stages to each rank; give chunks=2 or more")
@@ -105,8 +107,8 @@ class Plan:
                 or a world size other than ``workers``.
         """
         given: dict[str, Any] = {}
-        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "pp", "schedule", "chunks", "recompute",
-                 "loaders")  # fmt: skip
+        valid = [field.name for field in dataclasses.fields(cls)]
+        valid.insert(valid.index("dp_shard"), "dp_replicate")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -143,8 +145,8 @@ class Plan:
         dp = workers // (tp * pp)
         hybrid = 1 < self.dp_shard < self.dp
         keeps = hybrid and dp % self.dp_shard == 0
-        stages = {} if pp > 1 else {"schedule": "", "chunks": 0}
-        return dataclasses.replace(self, dp=dp, tp=tp, pp=pp, dp_shard=self.dp_shard if keeps else 0, **stages)
+        fewer = dataclasses.replace(self, dp=dp, tp=tp, dp_shard=self.dp_shard if keeps else 0)
+        return fewer if pp > 1 else dataclasses.replace(fewer, pp=1, schedule="", chunks=0)
 
     @property
     def world_size(self) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -173,15 +173,13 @@ class Members:
         """Begins to send ``tensor`` to one member, who must receive it; it must stay as it is until that is waited for.
         Only along a line that :meth:`Group.line` made."""
         with self.guard():
-            work: dist.Work = dist.isend(tensor, group_dst=to, group=self.process_group)
-        return work
+            return cast(dist.Work, dist.isend(tensor, group_dst=to, group=self.process_group))
 
     def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
         """Begins to receive into ``tensor`` what one member sends; messages of one sender come in the order in which
         they were sent."""
         with self.guard():
-            work: dist.Work = dist.irecv(tensor, group_src=source, group=self.process_group)
-        return work
+            return cast(dist.Work, dist.irecv(tensor, group_src=source, group=self.process_group))
 
     def barrier(self) -> None:
         """Returns when every member has come."""

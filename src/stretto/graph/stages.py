@@ -56,8 +56,8 @@ class Work:
         return found
 
     def crossing_bytes(self) -> list[int]:
-        """Of each place in ``nodes`` what would pass it in one call if a stage began there, and the parameters that both
-        sides of it would use."""
+        """Of each place in ``nodes`` what would pass it in one call if a stage began there, and the parameters that
+        both sides of it would use."""
         place = {node: at for at, node in enumerate(self.nodes)}
         spans = []
         for node, at in place.items():
@@ -75,7 +75,7 @@ class Work:
         return list(accumulate(steps[: len(self.nodes)]))
 
     def parameters(self, node: fx.Node) -> list[fx.Node]:
-        """The placeholders of the parameters that an operation uses, itself or through what is computed of them alone."""
+        """The placeholders of the parameters that an operation uses, also through what is computed of them alone."""
         needed = _with_free([node], self.free)
         found = dict.fromkeys(source for one in needed for source in one.all_input_nodes)
         return [source for source in found if source.name in self.traced.parameters]
@@ -106,8 +106,8 @@ class Stages:
 
     @property
     def hands_on(self) -> tuple[tuple[int, int], ...]:
-        """From which stage to which the random generator's state goes: to the next that draws, and to the last, for the
-        loss."""
+        """From which stage to which the random generator's state goes: to the next that draws, and to the last, for
+        the loss."""
         if not self.draws:
             return ()
         stops = list(dict.fromkeys([*self.draws, self.count - 1]))
@@ -161,8 +161,8 @@ def stages_like(work: Work, users: Mapping[str, tuple[int, ...]], count: int) ->
         alone = [users[name][0] for name in names if len(users[name]) == 1]
         if alone and (min(alone) < now or len(set(alone)) > 1):
             raise Refused(
-                "plan: with a batch of another shape, or in evaluation, the model uses its layers in another order than "
-                f"in training: {', '.join(sorted(names))}; pp can't run it in stages"
+                "plan: with a batch of another shape, or in evaluation, the model uses its layers in another order "
+                f"than in training: {', '.join(sorted(names))}; pp can't run it in stages"
             )
         for name in names:
             if now not in users[name] and not alone:  # one of several users of a tied parameter

@@ -70,8 +70,8 @@ def check(template: Template, plan: Plan) -> None:
         )
     if norms and plan.pp > 1 and plan.dp > 1:
         raise Refused(
-            f"plan {plan}: {norms[0]} is a BatchNorm, which pp can't run over several workers' samples yet; use dp=1, or "
-            "GroupNorm"
+            f"plan {plan}: {norms[0]} is a BatchNorm, which pp can't run over several workers' samples yet; use dp=1, "
+            "or GroupNorm"
         )
     if norms and plan.tp > 1:
         raise Refused(f"plan {plan}: {norms[0]} is a BatchNorm, which tp can't cut yet; use tp=1, or GroupNorm")

@@ -31,9 +31,7 @@ def sparse_parameters(module: nn.Module) -> set[str]:
     return {names[id(table.weight)] for table in tables if table.sparse}
 
 
-def whole_place(
-    spec: TensorSpec, compute: nn.Parameter, owner: bool, world: Members, sparse: bool = False
-) -> Place:
+def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, world: Members, sparse: bool = False) -> Place:
     """A parameter that every rank of ``world`` updates, all of it."""
     part, local = Part((Box.whole(spec.shape),)), trained(spec, compute)
     return Place(spec, part, local, compute, owner=owner, adds=world, alike=world, sparse=sparse)

@@ -1,10 +1,10 @@
 """``tp`` and ``pp``: a model cut inside its layers, and into stages, over ranks that have the same samples.
 
-What is cut, and how, comes from the traced graph: axes of its tensors for ``tp`` (:mod:`stretto.graph.cut`; Megatron-LM,
-arXiv 1909.08053, section 3), stretches of its operations for ``pp`` (:mod:`stretto.graph.stages`; GPipe, arXiv
-1811.06965), whatever the modules are called. What runs is that graph on a rank's parts: the model's own operations in
-their own order. Python that forward runs beside them runs once, when it is traced: for each mode (training or not) and
-each shape of a batch.
+What is cut, and how, comes from the traced graph, whatever the modules are called: axes of its tensors for ``tp``
+(:mod:`stretto.graph.cut`; Megatron-LM, arXiv 1909.08053, section 3), stretches of its operations for ``pp``
+(:mod:`stretto.graph.stages`; GPipe, arXiv 1811.06965). What runs is that graph on a rank's parts: the model's own
+operations in their own order. Python that forward runs beside them runs once, when it is traced: for each mode
+(training or not) and each shape of a batch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from stretto.graph.stages import Stages, stages_at, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.parallel._base import Around, Call, Manner, Microbatch, Place, Ranks
 from stretto.parallel.copies import narrowed, sparse_parameters, trained
+from stretto.parallel.deferred import Deferred
 from stretto.parallel.layout import Placed, buffer_slices, check_frozen, export_places
 from stretto.parallel.measure import costs_of
 from stretto.parallel.pipeline import Execution
@@ -52,12 +53,13 @@ class Divided(Placed):
         self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
         self._trains, self._plan = template.trainable, plan
         self._programs: dict[Any, Program] = {}
+        self._deferred = Deferred()
         assert manner.example is not None
         call = manner.example.call
         with manner.surround():
             traced = trace(self._whole.train(), *call)
             cut = _cut(traced, ranks.tensor.size)
-            stages = self._stages(traced, manner)
+            stages = self._stages(traced, template, manner)
         count = plan.pp * max(1, plan.chunks)
         self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
         self._users = stages.users
@@ -71,20 +73,22 @@ class Divided(Placed):
         self._places = self._settle(template)
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
-        self._programs[_key(True, call)] = self._program(stages, cut)
         self._schedule = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self._programs[_key(True, call)] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self.module.forward = self._forward(self.module.forward)
 
     # ---- what lies where
 
-    def _stages(self, traced: Traced, manner: Manner) -> Stages:
+    def _stages(self, traced: Traced, template: Template, manner: Manner) -> Stages:
         """The first graph in stages that take as long as one another, by one rank's measurement."""
         work, count = work_of(traced, self._trains), self._plan.pp * max(1, self._plan.chunks)
         if count == 1:
             return stages_at(work, ())
         assert manner.example is not None
-        found = costs_of(work, self._whole, manner.example) if self.ranks.everyone.rank == 0 else None
+        found = (
+            costs_of(work, self._whole, template.structure, manner.example) if self.ranks.everyone.rank == 0 else None
+        )
         costs = self.ranks.everyone.broadcast_json(found)
         return stages_at(work, balanced(costs, work.edges, work.crossing_bytes(), count))
 
@@ -130,7 +134,7 @@ class Divided(Placed):
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
-        Execution(self._schedule, self.ranks.line, self._of, microbatches, around).run()
+        Execution(self._schedule, self.ranks.line, self._of, microbatches, around, self._deferred).run()
 
     def _forward(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Forward alone, of one batch; its output comes out where the last stage is, elsewhere None does."""
@@ -157,7 +161,9 @@ class Divided(Placed):
 
     def _program(self, stages: Stages, cut: Cut) -> Program:
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module)
+        splits = any(action.kind is Kind.WEIGHT for action in self._schedule.actions[self.ranks.line.rank])
+        later = self._deferred if splits else None
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later)
 
     # ---- the contract
 
@@ -197,7 +203,9 @@ class _Once:
 
 def _forward_only(flow: Flow) -> Schedule:
     stages = range(len(flow.ranks))
-    lists = (tuple(Action(Kind.FORWARD, s, 0) for s in stages if flow.ranks[s] == r) for r in range(max(flow.ranks) + 1))
+    lists = (
+        tuple(Action(Kind.FORWARD, s, 0) for s in stages if flow.ranks[s] == r) for r in range(max(flow.ranks) + 1)
+    )
     return Schedule("forward", flow, 1, tuple(lists))
 
 

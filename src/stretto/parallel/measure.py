@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,12 +17,14 @@ from stretto.parallel._base import Example
 ROUNDS: Final = 3  # the least of them counts
 
 
-def costs_of(work: Work, module: nn.Module, example: Example) -> list[float]:
-    """Seconds of each of ``work.nodes``, the loss's added to the last. Weights are as ``module`` has them: the numbers
-    they hold don't matter."""
+def costs_of(work: Work, module: nn.Module, values: nn.Module, example: Example) -> list[float]:
+    """Seconds of each of ``work.nodes``, the loss's added to the last, with the types of ``module`` and ``values``'."""
     before = Generators.remember()
+    wanted = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    given = {**dict(values.named_parameters()), **{name: buffer.clone() for name, buffer in values.named_buffers()}}
+    held = {name: given[name].detach().to(tensor.device, tensor.dtype) for name, tensor in wanted.items()}
     try:
-        clock = _Clock(work, module, example)
+        clock = _Clock(work, held, example)
         clock.run()
         seconds = [clock.seconds.get(node, 0.0) for node in work.nodes]
         seconds[-1] += clock.loss(example)
@@ -34,9 +36,9 @@ def costs_of(work: Work, module: nn.Module, example: Example) -> list[float]:
 class _Clock(fx.Interpreter):
     """Runs the graph once; each operation a few times, under the clock."""
 
-    def __init__(self, work: Work, module: nn.Module, example: Example) -> None:
+    def __init__(self, work: Work, held: Mapping[str, torch.Tensor], example: Example) -> None:
         super().__init__(work.traced.graph, garbage_collect_values=True)
-        self._work, self._module, self._example = work, module, example
+        self._work, self._held, self._example = work, held, example
         self._timed = frozenset(work.nodes)
         self.seconds: dict[fx.Node, float] = {}
         self._idle = 0.0
@@ -46,11 +48,12 @@ class _Clock(fx.Interpreter):
     def run(self) -> None:  # type: ignore[override]
         """Fills ``seconds``."""
         traced = self._work.traced
-        held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         named = {**traced.parameters, **traced.buffers}
-        given = dict(zip(traced.arguments, tensors_in((self._example.call[0], dict(self._example.call[1]))), strict=True))
+        given = dict(
+            zip(traced.arguments, tensors_in((self._example.call[0], dict(self._example.call[1]))), strict=True)
+        )
         values = [
-            held[named[n.name]].detach() if n.name in named else given.get(n.name, traced.constants.get(n.name))
+            self._held[named[n.name]] if n.name in named else given.get(n.name, traced.constants.get(n.name))
             for n in traced.graph.graph.nodes
             if n.op == "placeholder"
         ]
@@ -80,7 +83,7 @@ class _Clock(fx.Interpreter):
     def loss(self, example: Example) -> float:
         """Seconds of the loss, forward and backward."""
         changed = len(self._work.traced.mutated)
-        values = [None if one is None else _leaf(one, one.is_floating_point()) for one in self._found[changed:]]
+        values: Any = [None if one is None else _leaf(one, one.is_floating_point()) for one in self._found[changed:]]
 
         def once() -> None:
             roots, weights = example.loss(filled(self._work.traced.output, values))

@@ -1,9 +1,9 @@
 """One step of a pipeline on one rank: its list of actions, and the messages between them.
 
-What a rank does, and in which order, is a schedule (:mod:`stretto.schedule`); this carries it out. A value goes straight
-from the stage that makes it to each that needs it, and its gradient straight back. Sending never waits. What another
-rank sends is received in the order in which its own list has it sent, a few messages ahead, so that it comes while
-something else is computed.
+What a rank does, and in which order, is a schedule (:mod:`stretto.schedule`); this carries it out. A value goes
+straight from the stage that makes it to each that needs it, and its gradient straight back. Sending never waits. What
+another rank sends is received in the order in which its own list has it sent, a few messages ahead, so that it comes
+while something else is computed.
 
 Backward of a stage begins at what it sent on, with the gradients that came back, and ends at what it received
 (GPipe, arXiv 1811.06965, section 2.3).
@@ -23,6 +23,7 @@ from torch import fx
 from stretto.comm.members import Members
 from stretto.graph.trace import tensors_in
 from stretto.parallel._base import Around, Call, Microbatch, Roots
+from stretto.parallel.deferred import Deferred, work_off
 from stretto.parallel.program import Program, Result, Shape
 from stretto.schedule import Action, Kind, Schedule
 
@@ -65,6 +66,8 @@ class Execution:
         line: the ranks of the pipeline, in order.
         program: of a call.
         microbatches: as many as the schedule has.
+        around: surrounds each backward; None: forward alone.
+        deferred: takes weight gradients that a schedule puts off.
     """
 
     def __init__(
@@ -74,9 +77,12 @@ class Execution:
         program: Callable[[Call], Program],
         microbatches: Sequence[Forwarded],
         around: Around | None = None,
+        deferred: Deferred | None = None,
     ) -> None:
         self._schedule, self._line, self._program = schedule, line, program
         self._microbatches, self._around = microbatches, around
+        self._deferred = deferred or Deferred()
+        self._put_off: dict[tuple[int, int], list[Any]] = {}  # weight gradients still to be made
         self._ranks = schedule.flow.ranks
         self._programs: dict[int, Program] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -92,10 +98,13 @@ class Execution:
         actions = self._schedule.actions[self._line.rank]
         with self._line.guard():
             for place, action in enumerate(actions):
+                final = place == len(actions) - 1
                 if action.kind is Kind.FORWARD:
                     self._forward(action)
+                elif action.kind is Kind.WEIGHT:
+                    self._weights(action, final)
                 else:
-                    self._backward(action, final=place == len(actions) - 1)
+                    self._backward(action, final)
             while self._sent:
                 self._sent.popleft()[0].wait()
 
@@ -124,10 +133,10 @@ class Execution:
         output = microbatch.forward(run)
         kept = _Kept(arrived, dict(results[0].leaving))
         for to in self._targets(program, stage):
-            values = [kept.leaving[node] for node in program.stages.incoming[to].get(stage, ())]
+            leaving = [kept.leaving[node].detach() for node in program.stages.incoming[to].get(stage, ())]
             if (stage, to) in program.stages.hands_on:
-                values.append(_generators(self._line.device))
-            self._send(Message(Kind.FORWARD, stage, to, at), [value.detach() for value in values])
+                leaving.append(_generators(self._line.device))
+            self._send(Message(Kind.FORWARD, stage, to, at), leaving)
         if stage == program.stages.count - 1:
             self.output = output
         if self._around is not None:
@@ -143,16 +152,30 @@ class Execution:
             nodes = self._carried(program, stage, to)
             for node, gradient in zip(nodes, self._take(Message(Kind.BACKWARD, to, stage, at)), strict=True):
                 gradients[node] = gradients[node] + gradient if node in gradients else gradient
-        with self._around(last=final, ghost=microbatch.ghost):
+
+        def backward() -> None:
             if kept.roots is not None:
                 microbatch.backward(kept.roots)
-            else:
-                passing = [node for node in gradients if kept.leaving[node].requires_grad]
+                return
+            passing = [node for node in gradients if kept.leaving[node].requires_grad]
+            if passing:  # a frozen stage has nothing to pass on
                 torch.autograd.backward([kept.leaving[n] for n in passing], [gradients[n] for n in passing])
+
+        with self._around(last=final, ghost=microbatch.ghost):
+            if action.kind is Kind.INPUT:
+                self._put_off[stage, at] = self._deferred.collect(backward)
+            else:
+                backward()
         for source in self._sources(program, stage):
             values = [kept.arrived[node] for node in self._carried(program, source, stage)]
             found = [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
             self._send(Message(Kind.BACKWARD, stage, source, at), found)
+
+    def _weights(self, action: Action, final: bool) -> None:
+        assert self._around is not None
+        ghost = cast(Microbatch, self._microbatches[action.microbatch]).ghost
+        with self._around(last=final, ghost=ghost):
+            work_off(self._put_off.pop((action.stage, action.microbatch)))
 
     # ---- who sends what to whom
 
@@ -177,6 +200,8 @@ class Execution:
     def _from(self, rank: int) -> Iterator[Message]:
         """The messages that another rank sends to this one, in its order."""
         for action in self._schedule.actions[rank]:
+            if action.kind is Kind.WEIGHT:
+                continue
             program = self._of(action.microbatch)
             kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
             for other in (self._targets if kind is Kind.FORWARD else self._sources)(program, action.stage):

@@ -14,6 +14,7 @@ from stretto.graph.cut import Cut
 from stretto.graph.localize import DROP, ENTER, LEAVE, Localizer, Portion
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
+from stretto.parallel.deferred import Deferred, defer
 from stretto.parallel.messages import Drop, Enter, Leave
 
 
@@ -86,11 +87,29 @@ class Program:
     shapes: Mapping[fx.Node, Shape]
 
     @classmethod
-    def build(cls, stages: Stages, cut: Cut, tensor: Members, here: Sequence[int], module: nn.Module) -> Program:
-        """For the stages ``here``, with the parameters that ``module`` holds; ``tensor``: those who cut it inside."""
+    def build(
+        cls,
+        stages: Stages,
+        cut: Cut,
+        tensor: Members,
+        here: Sequence[int],
+        module: nn.Module,
+        deferred: Deferred | None = None,
+    ) -> Program:
+        """For the stages ``here``, with the parameters that ``module`` holds.
+
+        Args:
+            tensor: those who cut the model inside.
+            deferred: where weight gradients can be put off.
+        """
         localizer = Localizer(stages, cut, tensor.rank)
         modules = {ENTER: Enter(tensor), LEAVE: Leave(tensor), DROP: Drop()}
-        portions = {stage: Portioned(localizer.build(stage, modules), stages, module) for stage in here}
+        portions = {}
+        for stage in here:
+            portion = localizer.build(stage, modules)
+            if deferred is not None:
+                defer(portion.graph, set(stages.traced.parameters), deferred)
+            portions[stage] = Portioned(portion, stages, module)
         shapes = {}
         for sources in stages.incoming:
             for node in (one for values in sources.values() for one in values):

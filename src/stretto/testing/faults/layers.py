@@ -9,16 +9,16 @@ import torch
 
 def partial_sums_not_added(rank: int) -> None:
     """What each rank adds up over its part of a layer is taken for the whole sum."""
-    from stretto.parallel import tensor
+    from stretto.parallel.messages import Leave
 
-    tensor._Leave.forward = lambda self, x: x  # type: ignore[method-assign]
+    Leave.forward = lambda self, x: x  # type: ignore[method-assign]
 
 
 def gradient_of_one_part(rank: int) -> None:
     """What enters a cut layer gets this rank's gradient alone, not the sum over ranks."""
-    from stretto.parallel import tensor
+    from stretto.parallel.messages import Enter
 
-    tensor._Enter.forward = lambda self, x: x  # type: ignore[method-assign]
+    Enter.forward = lambda self, x: x  # type: ignore[method-assign]
 
 
 def bias_on_every_rank(rank: int) -> None:
@@ -38,26 +38,28 @@ def bias_on_every_rank(rank: int) -> None:
 
 def another_ranks_heads(rank: int) -> None:
     """A rank holds another rank's rows of the first weight that is cut, and its own of all others."""
-    from stretto.parallel import tensor
+    from stretto.parallel import divided
 
-    honest = tensor._parts
+    honest = divided._parts
 
-    def parts(cut: Any, traced: Any, place: int) -> Any:
-        own, other = honest(cut, traced, place), honest(cut, traced, (place + 1) % cut.degree)
+    def parts(cut: Any, traced: Any, template: Any, place: int) -> Any:
+        own, other = honest(cut, traced, template, place), honest(cut, traced, template, (place + 1) % cut.degree)
         first = next(name for name, part in own.items() if part.cut)
         return {**own, first: other[first]}
 
-    vars(tensor)["_parts"] = parts
+    vars(divided)["_parts"] = parts
 
 
 def norm_counts_whole_parameters_on_each_rank(rank: int) -> None:
     """In the norm of the gradient what is not cut counts once for each rank of the tensor group."""
+    from stretto.sync import exact
     from stretto.sync.exact import ExactSum
 
-    honest = ExactSum.square_sum
+    honest, pieces = ExactSum.square_sum, exact._piece
 
     def square_sum(self: ExactSum) -> torch.Tensor:
-        self._everyone = self._world
+        world = self._world
+        vars(exact)["_piece"] = lambda flat, alike: pieces(flat, world if alike.size > world.size else alike)
         return honest(self)
 
     ExactSum.square_sum = square_sum  # type: ignore[method-assign]
@@ -65,12 +67,12 @@ def norm_counts_whole_parameters_on_each_rank(rank: int) -> None:
 
 def dropout_of_a_part_draws_its_own(rank: int) -> None:
     """Dropout inside a cut layer draws numbers for the part alone, so they are not those of the whole."""
-    from stretto.parallel import tensor
+    from stretto.parallel.messages import Drop
 
     def drop(self: Any, x: torch.Tensor, rate: float, *_: Any) -> torch.Tensor:
         return torch.nn.functional.dropout(x, rate)
 
-    tensor._Drop.forward = drop  # type: ignore[assignment, method-assign]
+    Drop.forward = drop  # type: ignore[assignment, method-assign]
 
 
 def samples_counted_on_each_rank(rank: int) -> None:
