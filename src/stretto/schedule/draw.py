@@ -24,11 +24,14 @@ WORDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     }
 )
 OTHER: Final = "#bdc1c6"
+# Under a class of its own, since the picture may stand inside of a page.
 STYLE: Final = """
-text { font: 11px system-ui, sans-serif; fill: #202124 }
-.lane { fill: #f1f3f4 } .tick { stroke: #dadce0 } .edge { stroke: #202124; stroke-width: .5 } .back { fill: #fff }
+.pipeline text { font: 11px system-ui, sans-serif; fill: #202124 }
+.pipeline .lane { fill: #f1f3f4 } .pipeline .tick { stroke: #dadce0 } .pipeline .back { fill: #fff }
+.pipeline .edge { stroke: #202124; stroke-width: .5 }
 @media (prefers-color-scheme: dark) {
-.back { fill: #202124 } .lane { fill: #303134 } .tick { stroke: #5f6368 } .out { fill: #e8eaed }
+.pipeline text.out { fill: #e8eaed }
+.pipeline .lane { fill: #303134 } .pipeline .tick { stroke: #5f6368 } .pipeline .back { fill: #202124 }
 }"""
 LEFT, TOP, LANE, GAP = 64, 48, 26, 6  # pixels: the ranks' names, the two lines above, a lane, between lanes
 LEAST_WIDTH, MOST_WIDTH, LEAST_BOX, DIGIT = 640.0, 6000.0, 20.0, 6.5
@@ -48,10 +51,11 @@ def picture(timeline: Timeline, title: str) -> str:
     kept = f"at most {max(timeline.in_flight)} microbatch(es) kept on a rank"
     told = f"{_time(timeline.seconds)}, bubble {timeline.bubble:.1%}, {kept}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{size.split()[0]}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{size.split()[0]}" role="img"'
+        ' class="pipeline">',
         f"<title>{escape(title)}</title><style>{STYLE}</style>",
         '<rect class="back" width="100%" height="100%"/>',
-        f'<text class="out" x="{LEFT}" y="18" font-weight="bold">{escape(title)}</text>',
+        f'<text class="out" x="{LEFT}" y="18" style="font-weight: bold">{escape(title)}</text>',
         f'<text class="out" x="{LEFT}" y="36">{escape(told)}</text>',
     ]
     for rank in range(ranks):
