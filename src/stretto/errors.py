@@ -56,7 +56,9 @@ class ProbeFailed(Exception):
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest valid name, or ``""`` where none is close."""
-    found = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, list(valid), n=3, cutoff=0.5)
+    # Of two that are as near, the one that begins alike: people mistype the first letter least.
+    found.sort(key=lambda one: (-difflib.SequenceMatcher(None, one, name).ratio(), one[:1] != name[:1]))
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

@@ -298,7 +298,6 @@ class Run:
             self._writer.wait()
             group.barrier()
         parts = [*self._on.applied.export_state(), *self._on.optimizer.export_state()]
-        meta = self._meta()
         self._writer.save(
             Snapshot(
                 step=progress.step,
@@ -307,7 +306,7 @@ class Run:
                 members=self._context.epoch.members,
                 committer=group.rank == 0,
                 slices=keep(parts),
-                meta=meta if group.rank == 0 else {},
+                meta=self._meta(),
                 pinned=self._best.pin(),
             )
         )

@@ -40,6 +40,9 @@ def test_loaders_are_no_part_of_what_a_plan_computes() -> None:
         ("dp=3,dp_shard=2", "must divide the 3"),
         ("dp=5,dp_replicate=2,dp_shard=2", "dp_replicate=2 times dp_shard=2"),
         ("dp_shard=0", "at least 1"),
+        ("schedule=1f1b", "pp=1 has none"),
+        ("pp=2,schedule=2f2b", "did you mean '1f1b'"),
+        ("pp=2,schedule=interleaved,chunks=1", "several stages to each rank"),
         ("dp=2,zero=3,dp_shard=1", "cuts nothing"),
     ],
 )
@@ -50,7 +53,7 @@ def test_a_plan_that_means_nothing_is_one_line(text: str, says: str) -> None:
     assert not isinstance(caught.value, Refused)
 
 
-@pytest.mark.parametrize("text", ["pp=4", "schedule=1f1b"])
+@pytest.mark.parametrize("text", ["cp=4", "branch=2"])
 def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
     with pytest.raises(Refused, match=f"{text.split('=')[0]}.*not built yet"):
         Plan.parse(text)
@@ -64,6 +67,8 @@ def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
         ("dp_replicate=2,dp_shard=2", 6, "dp_replicate=3,dp_shard=2"),
         ("dp_replicate=2,dp_shard=2", 2, "dp=2,zero=3"),
         ("dp_replicate=2,dp_shard=2", 3, "dp=3,zero=3"),
+        ("dp=2,pp=2,tp=2,microbatches=3", 4, "dp=1,tp=2,pp=2,microbatches=3"),
+        ("pp=2,schedule=gpipe,microbatches=3", 3, "dp=3,microbatches=3"),
     ],
 )
 def test_a_plan_on_other_workers(plan: str, workers: int, becomes: str) -> None:
@@ -88,9 +93,9 @@ def test_a_mesh_places_ranks_row_major() -> None:
 
 
 def test_the_everyday_spelling_chooses_the_axis() -> None:
-    assert Plan(dp=4).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
-    assert Plan(dp=4, zero=3).mesh.axes == (("dp_replicate", 1), ("dp_shard", 4), ("tp", 1))
-    assert Plan(dp=4, zero=1).mesh.axes == (("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
+    assert Plan(dp=4).mesh.axes == (("pp", 1), ("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
+    assert Plan(dp=4, zero=3).mesh.axes == (("pp", 1), ("dp_replicate", 1), ("dp_shard", 4), ("tp", 1))
+    assert Plan(dp=4, zero=1).mesh.axes == (("pp", 1), ("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
 
 
 @pytest.mark.parametrize("text", ["dp_replicate=2,dp_shard=2", "dp=4,dp_shard=2", "dp=4,dp_replicate=2"])

@@ -12,7 +12,8 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -20,7 +21,7 @@ from torch import fx
 from stretto.errors import Refused
 from stretto.graph.trace import Traced
 
-_WRITES_UNSAID = {"aten::batch_norm": (3, 4)}  # running statistics, where it trains
+_WRITES_UNSAID: Final = MappingProxyType({"aten::batch_norm": (3, 4)})  # running statistics, where it trains
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Stages:
     """The graph in stages.
 
     Args:
-        of: the stage of each operation that belongs to one.
+        nodes: of each stage its operations, in order.
         incoming: of each stage, by the stage that they come from, the values that it needs.
         users: of each parameter the stages that use it, by name.
         carries: values whose gradient somebody wants.
@@ -96,7 +97,6 @@ class Stages:
 
     traced: Traced
     count: int
-    of: Mapping[fx.Node, int]
     nodes: tuple[tuple[fx.Node, ...], ...]
     incoming: tuple[Mapping[int, tuple[fx.Node, ...]], ...]
     users: Mapping[str, tuple[int, ...]]
@@ -201,7 +201,6 @@ def _stages(work: Work, of: Mapping[fx.Node, int], count: int) -> Stages:
     return Stages(
         traced,
         count,
-        of,
         tuple(nodes),
         tuple(incoming),
         {name: tuple(found or [0]) for name, found in users.items()},

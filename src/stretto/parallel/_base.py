@@ -104,6 +104,21 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Holders:
+    """With whom a rank holds a part of a parameter.
+
+    Args:
+        adds: those whose gradients of it add up to its gradient.
+        alike: those that hold the same part, and the same gradient of it then; they share what counts it once.
+        owner: this rank answers for the part in checkpoints and digests.
+    """
+
+    adds: Members
+    alike: Members
+    owner: bool
+
+
+@dataclass(frozen=True)
 class Place:
     """Where one logical parameter lies on this rank.
 
@@ -113,9 +128,7 @@ class Place:
         local: a plain parameter over that part, of shape ``part.shape``; what an optimizer updates.
         compute: the module's own parameter, which forward uses and at which backward leaves the gradient; in a lower
             precision a copy of ``local``, which :meth:`Applied.refresh` makes.
-        owner: this rank answers for the part in checkpoints and digests.
-        adds: those whose gradients of this part add up to its gradient.
-        alike: those that hold the same part, and the same gradient of it then; they share what counts it once.
+        holders: who holds the same.
         summed: the layout itself adds its gradient over the ranks that cut it, and the sync rule over the replicas;
             otherwise the sync rule adds it over all.
         shares: which part of it each rank updates, where each needs the sum of its own part alone; None where every
@@ -127,12 +140,25 @@ class Place:
     part: Part
     local: nn.Parameter
     compute: nn.Parameter
-    owner: bool
-    adds: Members
-    alike: Members
+    holders: Holders
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
+
+    @property
+    def owner(self) -> bool:
+        """Whether this rank answers for the part."""
+        return self.holders.owner
+
+    @property
+    def adds(self) -> Members:
+        """Those whose gradients of it add up."""
+        return self.holders.adds
+
+    @property
+    def alike(self) -> Members:
+        """Those that hold the same part."""
+        return self.holders.alike
 
     @property
     def box(self) -> Box:

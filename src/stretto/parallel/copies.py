@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stretto.comm.members import Members
-from stretto.parallel._base import Place
+from stretto.parallel._base import Holders, Place
 from stretto.parallel.template import Template
 from stretto.state import Box, Part, Shares, TensorSpec
 
@@ -34,7 +34,7 @@ def sparse_parameters(module: nn.Module) -> set[str]:
 def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, world: Members, sparse: bool = False) -> Place:
     """A parameter that every rank of ``world`` updates, all of it."""
     part, local = Part((Box.whole(spec.shape),)), trained(spec, compute)
-    return Place(spec, part, local, compute, owner=owner, adds=world, alike=world, sparse=sparse)
+    return Place(spec, part, local, compute, Holders(world, world, owner), sparse=sparse)
 
 
 def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, world: Members) -> Place:
@@ -44,7 +44,7 @@ def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, world: 
     mine = nn.Parameter(compute.detach()[shares[rank].within(Box.whole(spec.shape))], compute.requires_grad)
     local = trained(spec, mine)
     part, owner = Part((shares[rank],)), rank in holders
-    return Place(spec, part, local, compute, owner=owner, adds=world, alike=world, shares=shares)
+    return Place(spec, part, local, compute, Holders(world, world, owner), shares=shares)
 
 
 def trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:

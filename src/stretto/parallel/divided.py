@@ -24,7 +24,7 @@ from stretto.graph.cut import Cut, follow_cut, plan_cut, report
 from stretto.graph.rules import Reading, read
 from stretto.graph.stages import Stages, stages_at, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
-from stretto.parallel._base import Around, Call, Manner, Microbatch, Place, Ranks
+from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
 from stretto.parallel.copies import narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.layout import Placed, buffer_slices, check_frozen, export_places
@@ -116,10 +116,8 @@ class Divided(Placed):
         found = {}
         for name, parameter in self.module.named_parameters():
             (adds, alike), spec = kinds[name], template.specs[name]
-            owner, local = owners.get(name) == alike.rank, trained(spec, parameter)
-            found[name] = Place(
-                spec, self._parts[name], local, parameter, owner=owner, adds=adds, alike=alike, sparse=name in sparse
-            )
+            held, local = Holders(adds, alike, owners.get(name) == alike.rank), trained(spec, parameter)
+            found[name] = Place(spec, self._parts[name], local, parameter, held, sparse=name in sparse)
         return found
 
     def export_state(self) -> Iterator[Slice]:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import Refused
-from stretto.parallel._base import Manner, Place, Ranks
+from stretto.parallel._base import Holders, Manner, Place, Ranks
 from stretto.parallel.copies import narrowed, sparse_parameters, whole_place
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
@@ -83,7 +83,7 @@ class Sharded(Placed):
         owner = self.ranks.replicas.rank == 0
         mine = nn.Parameter(local, parameter.requires_grad)
         compute, world = cast(nn.Parameter, parameter), self.ranks.world
-        return Place(spec, Part((box,)), mine, compute, owner=owner, adds=world, alike=world, summed=True)
+        return Place(spec, Part((box,)), mine, compute, Holders(world, world, owner), summed=True)
 
     @property
     def communicates(self) -> bool:
