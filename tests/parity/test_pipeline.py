@@ -11,7 +11,7 @@ from stretto.launch import LocalLauncher
 CASES = (
     # A tied table on the first and the last stage; fewer microbatches than stages; layers in chunks; split backwards.
     ("gpt", ("pp=2,microbatches=3", "pp=3,schedule=gpipe", "pp=2,schedule=interleaved,microbatches=2")),
-    ("gpt", ("dp=2,pp=2,microbatches=3,schedule=zero-bubble", "pp=2,tp=2")),
+    ("gpt", ("dp=2,pp=2,zero=1,microbatches=3,schedule=zero-bubble", "pp=2,tp=2", "dp=2,tp=2,zero=3")),
     ("digits", ("pp=2",)),  # convolutions with BatchNorm, whose statistics one stage has
     ("ranking", ("pp=2,microbatches=2",)),  # two towers and sparse tables
     ("mlp_dropout", ("pp=3,microbatches=2",)),  # random numbers go on where the stage before left off
@@ -32,7 +32,8 @@ def test_a_model_in_stages_has_the_numbers_of_one_device(
     [
         ("digits", "dp=2,pp=2", "which pp can't run over several workers' samples yet"),
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
-        ("lstm", "pp=2,zero=1", "pp=2 with zero=1 is planned but not built yet"),
+        ("lstm", "pp=2,recompute=full", "pp=2 with recompute=full is planned but not built yet"),
+        ("lstm", "dp_replicate=2,dp_shard=2,pp=2", "don't go with tp or pp"),
     ],
 )
 def test_what_pp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher, name: str, plan: str, says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_stages_are_balanced_as_well_as_they_can_be(count: int) -> None:
 
     def longest(starts: Any) -> float:
         places = [0, *starts, len(costs)]
-        return max(sum(costs[a:b]) for a, b in zip(places, places[1:], strict=False))
+        return max(sum(costs[a:b]) for a, b in pairwise(places))
 
     def every(left: int, begin: int) -> Any:
         if not left:

@@ -55,6 +55,10 @@ class Members:
         self.rank, self.size, self.device = rank, size, device
         self._group, self._broken = process_group, broken
 
+    def alone(self) -> Members:
+        """This member by itself, who sends nothing."""
+        return Members(0, 1, self.device, None, self._broken)
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """Torch's group. Raises RuntimeError for one member alone that was given none."""

@@ -131,8 +131,8 @@ class Place:
         holders: who holds the same.
         summed: the layout itself adds its gradient over the ranks that cut it, and the sync rule over the replicas;
             otherwise the sync rule adds it over all.
-        shares: which part of it each rank updates, where each needs the sum of its own part alone; None where every
-            rank updates all that it holds.
+        shares: of ``compute``, which part each rank of those whose gradients add up updates, where each needs the sum
+            of its own part alone; None where every rank updates all that it holds.
         sparse: its gradients are sparse.
     """
 

@@ -63,6 +63,11 @@ _LAYOUTS: Final[Mapping[int, Callable[[Template, Ranks, Manner], Applied]]] = Ma
 def check(template: Template, plan: Plan) -> None:
     """Raises Refused, by name, where ``plan`` would change the numbers of this model."""
     norms = batch_norms(template.structure)
+    if plan.tp * plan.pp > 1 and 1 < plan.dp_shard < plan.dp:
+        raise Refused(
+            f"plan {plan}: several copies of sharded weights (dp_replicate beside dp_shard) don't go with tp or pp "
+            "yet; use dp with zero=1, 2 or 3"
+        )
     if norms and plan.microbatches > 1:
         raise Refused(
             f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "

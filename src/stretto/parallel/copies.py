@@ -31,20 +31,33 @@ def sparse_parameters(module: nn.Module) -> set[str]:
     return {names[id(table.weight)] for table in tables if table.sparse}
 
 
+def whole_part(spec: TensorSpec) -> Part:
+    """All of it."""
+    return Part((Box.whole(spec.shape),))
+
+
 def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, world: Members, sparse: bool = False) -> Place:
     """A parameter that every rank of ``world`` updates, all of it."""
-    part, local = Part((Box.whole(spec.shape),)), trained(spec, compute)
+    part, local = whole_part(spec), trained(spec, compute)
     return Place(spec, part, local, compute, Holders(world, world, owner), sparse=sparse)
 
 
-def dealt_place(spec: TensorSpec, compute: nn.Parameter, shares: Shares, world: Members) -> Place:
-    """A parameter of which each rank of ``world`` updates the part that it was dealt."""
+def dealt_place(
+    spec: TensorSpec, part: Part, compute: nn.Parameter, shares: Shares, world: Members, alike: Members
+) -> Place:
+    """A parameter of which each rank of ``world`` updates a share of the part that lies here, as it was dealt.
+
+    Args:
+        shares: within the part.
+        alike: those that have the same share.
+    """
     rank = world.rank
     holders = [holder for holder, box in enumerate(shares) if box.numel] or [0]
-    mine = nn.Parameter(compute.detach()[shares[rank].within(Box.whole(spec.shape))], compute.requires_grad)
-    local = trained(spec, mine)
-    part, owner = Part((shares[rank],)), rank in holders
-    return Place(spec, part, local, compute, Holders(world, world, owner), shares=shares)
+    share, whole = shares[rank], Box.whole(tuple(compute.shape))
+    mine = nn.Parameter(compute.detach()[share.within(whole)], compute.requires_grad)
+    held = Holders(world, alike, rank in holders and alike.rank == 0)
+    own = part.rows(share.starts[0], share.stops[0])
+    return Place(spec, own, trained(spec, mine), compute, held, shares=shares)
 
 
 def trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:
@@ -60,7 +73,9 @@ def copy_down(places: Iterable[Place]) -> None:
     """Brings every copy up to date with this rank's part of its parameter."""
     for place in places:
         if not place.summed and place.local.dtype != place.compute.dtype:
-            here = place.compute if place.cut else place.compute[place.box.within(Box.whole(place.spec.shape))]
+            here, whole = place.compute, Box.whole(tuple(place.compute.shape))
+            if place.shares is not None:
+                here = here[place.shares[place.adds.rank].within(whole)]
             here.copy_(place.local)
 
 

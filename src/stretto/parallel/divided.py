@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
 from stretto.errors import Refused
 from stretto.graph.balance import balanced
@@ -25,8 +27,9 @@ from stretto.graph.rules import Reading, read
 from stretto.graph.stages import Stages, stages_at, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
-from stretto.parallel.copies import narrowed, sparse_parameters, trained
+from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
+from stretto.parallel.flats import Flats
 from stretto.parallel.layout import Placed, buffer_slices, check_frozen, export_places
 from stretto.parallel.measure import costs_of
 from stretto.parallel.pipeline import Execution
@@ -34,7 +37,7 @@ from stretto.parallel.program import Program
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
-from stretto.state import Box, Part, Slice, assign_owners
+from stretto.state import Box, Part, Shares, Slice, assign_owners, deal
 
 _NOTHING: Final = torch.empty(0)
 
@@ -51,7 +54,7 @@ class Divided(Placed):
         types = narrowed(template, manner.compute)
         super().__init__(template.build(ranks.world.device, types), ranks, manner)
         self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
-        self._trains, self._plan = template.trainable, plan
+        self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
         assert manner.example is not None
@@ -63,12 +66,10 @@ class Divided(Placed):
         count = plan.pp * max(1, plan.chunks)
         self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
         self._users = stages.users
-        self._parts = _parts(cut, traced, template, ranks.tensor.rank)
+        self._cuts = _parts(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
-        for name, holders in self._holders.items():
-            if ranks.line.rank not in holders:
-                shape = template.specs[name].shape
-                self._parts[name] = Part((Box((0,) * len(shape), (0, *shape[1:])),))
+        here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
+        self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         _replace(self.module, self._parts)
         self._places = self._settle(template)
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
@@ -104,7 +105,7 @@ class Divided(Placed):
         world, stage, line = self.ranks.world, self.ranks.stage, self.ranks.line
         shared = {holders: self.ranks.holders(holders) for holders in sorted(set(self._holders.values()))
                   if len(holders) > 1}  # fmt: skip
-        sparse = sparse_parameters(self.module)
+        sparse, alone = sparse_parameters(self.module), world.alone()
         kinds = {}
         for name, holders in self._holders.items():
             adds, alike = shared.get(holders, (world, stage))
@@ -113,12 +114,39 @@ class Divided(Placed):
         for group in dict.fromkeys(alike for _, alike in kinds.values()):
             names = [n for n, (_, alike) in kinds.items() if alike is group and line.rank in self._holders[n]]
             owners |= assign_owners((template.specs[name] for name in names), group.size)
+        shares = self._deal(template, sparse)
         found = {}
         for name, parameter in self.module.named_parameters():
+            if name in shares:
+                alike = alone if self._parts[name].cut else self.ranks.tensor
+                spec, part = template.specs[name], self._parts[name]
+                found[name] = dealt_place(spec, part, parameter, shares[name], world, alike)
+                continue
             (adds, alike), spec = kinds[name], template.specs[name]
             held, local = Holders(adds, alike, owners.get(name) == alike.rank), trained(spec, parameter)
             found[name] = Place(spec, self._parts[name], local, parameter, held, sparse=name in sparse)
         return found
+
+    def _deal(self, template: Template, sparse: set[str]) -> dict[str, Shares]:
+        """From zero=1 on each rank updates a share of what only its own stages use."""
+        world, zero, line = self.ranks.world, self._plan.zero, self.ranks.line
+        shares: dict[str, Shares] = {}
+        own = [name for name, holders in self._holders.items() if holders == (line.rank,)]
+        specs = {name: replace(template.specs[name], shape=self._parts[name].shape) for name in own}
+        if zero:
+            dense = [name for name in own if name not in sparse and (zero == 3 or template.trainable[name])]
+            shares = deal([specs[name] for name in dense], world.size, self._whole_tensors)
+        try:
+            one_copy = zero == 3 and world.size > 1
+            self._flats = Flats(
+                dict(self.module.named_parameters()), [specs[name] for name in shares], shares, world, one_copy
+            )
+        except Unavailable as error:
+            raise Refused(
+                f"plan {self._plan}: zero=3 beside tp or pp keeps one copy of the weights in memory that its ranks "
+                f"share, and here that can't be: {error}; use zero=2"
+            ) from error
+        return shares
 
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`; a buffer that a stage changes is only known there."""
@@ -152,7 +180,7 @@ class Divided(Placed):
             with torch.enable_grad():  # in the precision that surrounds every forward
                 traced = trace(self._whole.train(self.module.training), *call)
             size = self.ranks.tensor.size
-            cut = follow_cut(read(traced), traced, self._parts, size) if size > 1 else _uncut()
+            cut = follow_cut(read(traced), traced, self._cuts, size) if size > 1 else _uncut()
             stages = stages_like(work_of(traced, self._trains), self._users, len(self._flow.ranks))
             self._programs[key] = self._program(stages, cut)
         return self._programs[key]
@@ -175,12 +203,17 @@ class Divided(Placed):
         """See :class:`Applied`; gradients are left to the sync rule."""
         yield
         check_frozen(self._frozen)
+        self._flats.check()
+
+    def _bring(self) -> None:
+        """The other shares."""
+        self._flats.bring()
 
     def teardown(self) -> None:
         """See :class:`Applied`."""
         super().teardown()
         self._programs = {}
-        del self._whole
+        del self._whole, self._flats
 
 
 class _Once:

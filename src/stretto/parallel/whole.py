@@ -4,29 +4,20 @@ From zero=1 on each rank updates its share of the parameters, so that the optimi
 (ZeRO, arXiv 1910.02054, sections 5.1 and 5.2; what stage 2 adds is how the sync rule keeps gradients). The other shares
 come from their owners before the next forward, not in the update: an update sends nothing, so none can half happen.
 
-For zero=3 the ranks of one host hold one copy of the weights between them, in memory that all see. So there is nothing
-to gather: a rank writes its share where the others read it, and all wait for one another before they do. Nobody reads
-while another writes: a rank updates only once every rank's gradients have come, and reads only once every rank has
-updated.
+For zero=3 the ranks of one host hold one copy of the weights between them, in memory that all see (:mod:`.flats`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
 
-import torch
-
-from stretto.errors import Refused
 from stretto.parallel._base import Manner, Place, Ranks
-from stretto.parallel.copies import dealt_place, lay_flat, narrowed, sparse_parameters, whole_place
+from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, whole_part, whole_place
+from stretto.parallel.flats import Flats
 from stretto.parallel.layout import Placed, check_frozen
 from stretto.parallel.template import Template
-from stretto.state import Bucket, Shares, assign_owners, deal, pack
-
-GATHER_BYTES: Final = 32 * 2**20
-_ALIGNED: Final = 64  # bytes
+from stretto.state import Shares, assign_owners, deal
 
 
 class Whole(Placed):
@@ -50,40 +41,20 @@ class Whole(Placed):
             # A frozen one that each rank holds needs no gathering, so it is not dealt.
             cuttable = [spec for spec in dense if one_copy or template.trainable[spec.name]]
             shares = deal(cuttable, ranks.world.size, manner.whole_tensors)
-        self._one_copy = one_copy
-        self._flats = self._lay_flat(template, shares)
+        specs = [spec for name, spec in template.specs.items() if name in shares]
+        self._flats = Flats(dict(self.module.named_parameters()), specs, shares, ranks.world, one_copy)
         self._places = self._settle(template, shares)
-        self._dealt_at = {name: self._places[name].compute.data_ptr() for name in shares}
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
-
-    def _lay_flat(self, template: Template, shares: Mapping[str, Shares]) -> list[tuple[Bucket, torch.Tensor]]:
-        """Moves the dealt parameters into flat memory, so that one call brings many of them, without a copy."""
-        parameters = dict(self.module.named_parameters())
-        dealt = [spec for name, spec in template.specs.items() if name in shares]
-        buckets = pack(dealt, shares, GATHER_BYTES)
-        types = [parameters[bucket.names[0]].dtype for bucket in buckets]
-        flats = self._memory([(bucket.numel, dtype) for bucket, dtype in zip(buckets, types, strict=True)])
-        for bucket, flat in zip(buckets, flats, strict=True):
-            lay_flat({name: parameters[name] for name in bucket.names}, bucket.offsets, flat)
-        return list(zip(buckets, flats, strict=True))
-
-    def _memory(self, wanted: list[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-        """New flat tensors of so many elements of a type."""
-        world = self.ranks.world
-        if not self._one_copy:
-            return [torch.empty(numel, dtype=dtype, device=world.device) for numel, dtype in wanted]
-        rooms = [-(-numel * dtype.itemsize // _ALIGNED) * _ALIGNED for numel, dtype in wanted]
-        cells = torch.split(world.shared_memory(sum(rooms)), rooms)
-        return [room[: numel * dtype.itemsize].view(dtype) for room, (numel, dtype) in zip(cells, wanted, strict=True)]
 
     def _settle(self, template: Template, shares: Mapping[str, Shares]) -> dict[str, Place]:
         world = self.ranks.world
         owners = assign_owners((spec for name, spec in template.specs.items() if name not in shares), world.size)
         found: dict[str, Place] = {}
+        alone = world.alone()
         for name, parameter in self.module.named_parameters():
             spec = template.specs[name]
             if name in shares:
-                found[name] = dealt_place(spec, parameter, shares[name], world)
+                found[name] = dealt_place(spec, whole_part(spec), parameter, shares[name], world, alone)
             else:
                 found[name] = whole_place(spec, parameter, owners[name] == world.rank, world, name in self._sparse)
         return found
@@ -94,13 +65,8 @@ class Whole(Placed):
         return self._norm.active
 
     def _bring(self) -> None:
-        """The other shares, from their owners; of one copy, that their owners have written them."""
-        if self._one_copy:
-            self.ranks.world.barrier()
-            return
-        for bucket, flat in self._flats:
-            assert bucket.sizes is not None
-            self.ranks.world.gather_parts(flat, bucket.sizes)
+        """The other shares."""
+        self._flats.bring()
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
@@ -108,14 +74,9 @@ class Whole(Placed):
         with self._norm.counting(not ghost):
             yield
         check_frozen(self._frozen)
-        for name, address in self._dealt_at.items():
-            if self._places[name].compute.data_ptr() != address:
-                raise Refused(
-                    f"plan: forward gives the parameter {name} other memory (it says {name}.data = ...), where updates "
-                    "don't reach it; compute from the parameter what forward needs, or use zero=0"
-                )
+        self._flats.check()
 
     def teardown(self) -> None:
         """See :class:`Applied`."""
         super().teardown()
-        self._flats = []
+        del self._flats

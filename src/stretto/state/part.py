@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from stretto.state.logical import Box
@@ -36,6 +36,18 @@ class Part:
         if extent:
             extent[self.dim] = sum(box.shape[self.dim] for box in self.boxes)
         return tuple(extent)
+
+    def rows(self, first: int, last: int) -> Part:
+        """Of the local tensor the rows from ``first`` to before ``last``."""
+        found = []
+        for box, where in self.places():
+            at = where.start if self.dim == 0 else 0
+            start, stop = max(first - at, 0), min(last - at, box.shape[0])
+            if start < stop:
+                rest = box.starts[1:], box.stops[1:]
+                found.append(Box((box.starts[0] + start, *rest[0]), (box.starts[0] + stop, *rest[1])))
+        nothing = Box((0,) * len(self.shape), (0, *self.shape[1:]))
+        return replace(self, boxes=tuple(found or [nothing]))
 
     def places(self) -> list[tuple[Box, slice]]:
         """Each box, and where along ``dim`` it lies in the local tensor."""

@@ -63,7 +63,7 @@ class GradientBucket(ABC):
         box = Box.whole(part.local.shape) if part.shares is None else part.shares[self._members.rank]
         if not box.numel:
             return self.own[:0].view(box.shape)
-        skipped = box.starts[0] * math.prod(part.spec.shape[1:]) if box.starts else 0
+        skipped = box.starts[0] * math.prod(part.compute.shape[1:]) if box.starts else 0
         first = self._bucket.offsets[name] + skipped - self._part.start
         return self.own[first : first + box.numel].view(box.shape)
 

@@ -179,8 +179,7 @@ class ExactSum:
         places, replicas = self._layout.places, self._replicas
         parts = []
         for bucket in self._buckets:
-            place = places[bucket.names[0]]
-            parts.append(_piece(bucket.own, place.alike) if place.shares is None else bucket.own)
+            parts.append(_piece(bucket.own, places[bucket.names[0]].alike))
         for name, gradient in self._sparse.items():
             if gradient is not None:
                 parts.append(_piece(gradient._values(), places[name].alike))

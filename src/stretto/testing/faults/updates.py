@@ -52,7 +52,7 @@ def shares_not_gathered(rank: int) -> None:
 
     def refresh(self: Any) -> None:
         honest(self)
-        self._flats = []
+        self._flats.bring = lambda: None
 
     Whole.refresh = refresh  # type: ignore[method-assign]
 
