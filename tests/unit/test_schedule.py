@@ -28,7 +28,7 @@ from stretto.schedule import (
 )
 
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 def act(text: str) -> Action:
