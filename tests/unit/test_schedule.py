@@ -28,7 +28,7 @@ from stretto.schedule import (
 )
 
 FORWARD, BACKWARD, INPUT, WEIGHT = Kind
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 def act(text: str) -> Action:
@@ -240,6 +240,8 @@ def test_bubbles_of_a_balanced_chain(degree: int, num_microbatches: int) -> None
         line = timed("zero-bubble", flow, m, even(flow, forward, backward, weight))
         waits = ahead * (forward + backward * (1 - weight) - backward * weight)
         assert line.seconds == pytest.approx(m * (forward + backward) + waits)
+        lists = build_schedule("zero-bubble", flow, m).actions
+        assert line.in_flight == tuple(map(kept, lists))
         assert max(line.in_flight) <= degree  # no more than the first rank of 1f1b
 
 
@@ -357,6 +359,7 @@ def test_what_cannot_run_is_told(make: Callable[[], object], said: str) -> None:
     with pytest.raises(PlanError) as caught:
         made = make()
         assert isinstance(made, Schedule)
+        assert made.name == "mine", "what build_schedule returns is checked already"
         check_schedule(made)
     assert said in str(caught.value)
 
