@@ -73,7 +73,8 @@ def copy_down(places: Iterable[Place]) -> None:
     """Brings every copy up to date with this rank's part of its parameter."""
     for place in places:
         if not place.summed and place.local.dtype != place.compute.dtype:
-            here, whole = place.compute, Box.whole(tuple(place.compute.shape))
+            here: torch.Tensor = place.compute
+            whole = Box.whole(tuple(here.shape))
             if place.shares is not None:
                 here = here[place.shares[place.adds.rank].within(whole)]
             here.copy_(place.local)

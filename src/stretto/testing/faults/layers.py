@@ -52,17 +52,9 @@ def another_ranks_heads(rank: int) -> None:
 
 def norm_counts_whole_parameters_on_each_rank(rank: int) -> None:
     """In the norm of the gradient what is not cut counts once for each rank of the tensor group."""
-    from stretto.sync import exact
-    from stretto.sync.exact import ExactSum
+    from stretto.testing.faults.measures import count_all
 
-    honest, pieces = ExactSum.square_sum, exact._piece
-
-    def square_sum(self: ExactSum) -> torch.Tensor:
-        world = self._world
-        vars(exact)["_piece"] = lambda flat, alike: pieces(flat, world if alike.size > world.size else alike)
-        return honest(self)
-
-    ExactSum.square_sum = square_sum  # type: ignore[method-assign]
+    count_all(lambda sync, alike: alike.size > sync._world.size)
 
 
 def dropout_of_a_part_draws_its_own(rank: int) -> None:

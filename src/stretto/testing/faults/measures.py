@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-
-from stretto.testing.faults.planting import Lone
 
 
 def norm_of_own_shards(rank: int) -> None:
@@ -19,7 +17,7 @@ def norm_of_own_shards(rank: int) -> None:
     honest = Stepper._vote
 
     def vote(self: Any, step: int, terms: Any) -> Any:
-        own = float(self._on.sync.square_sum())
+        own = float(self.on.sync.square_sum())
         return dataclasses.replace(honest(self, step, terms), square_sum=own)
 
     Stepper._vote = vote  # type: ignore[method-assign]
@@ -65,8 +63,8 @@ def norm_of_one_replica(rank: int) -> None:
     honest = Stepper._vote
 
     def vote(self: Any, step: int, terms: Any) -> Any:
-        squares = self._on.sync.square_sum().reshape(1)
-        self._on.applied.ranks.shards.all_reduce(squares)
+        squares = self.on.sync.square_sum().reshape(1)
+        self.on.applied.ranks.shards.all_reduce(squares)
         return dataclasses.replace(honest(self, step, terms), square_sum=float(squares))
 
     Stepper._vote = vote  # type: ignore[method-assign]
@@ -74,28 +72,26 @@ def norm_of_one_replica(rank: int) -> None:
 
 def norm_of_every_replica(rank: int) -> None:
     """The norm counts the shards of each copy of the weights (hybrid)."""
-    _count_all("_replicas")
+    count_all(lambda sync, alike: alike is sync._replicas)
 
 
 def norm_of_every_copy(rank: int) -> None:
     """The norm counts what is whole on every rank once for each rank."""
-    _count_all("_everyone")
+    count_all(lambda sync, alike: alike is not sync._replicas)
 
 
-def _count_all(members: str) -> None:
-    """Lets each rank answer in the norm for all of what ``members`` hold alike, as if it were alone."""
-    from stretto.sync.exact import ExactSum
+def count_all(chosen: Callable[[Any, Any], bool]) -> None:
+    """Lets each rank answer in the norm for all of what the members ``chosen(sync, members)`` hold alike, as if it were
+    alone."""
+    from stretto.sync import exact
 
-    honest = ExactSum.square_sum
+    honest, piece = exact.ExactSum.square_sum, exact._piece
 
     def square_sum(self: Any) -> torch.Tensor:
-        kept = getattr(self, members)
-        setattr(self, members, Lone)
-        found = honest(self)
-        setattr(self, members, kept)
-        return found
+        vars(exact)["_piece"] = lambda flat, alike: flat if chosen(self, alike) else piece(flat, alike)
+        return honest(self)
 
-    ExactSum.square_sum = square_sum  # type: ignore[method-assign]
+    exact.ExactSum.square_sum = square_sum  # type: ignore[method-assign]
 
 
 def ghost_in_batch_statistics(rank: int) -> None:

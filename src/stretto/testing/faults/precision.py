@@ -46,7 +46,7 @@ def overflow_decided_alone(rank: int) -> None:
 
     def vote(self: Any, step: int, terms: Any) -> Any:
         decision = honest(self, step, terms)
-        own = float(self._on.sync.square_sum())
+        own = float(self.on.sync.square_sum())
         return dataclasses.replace(decision, square_sum=own) if math.isfinite(own) else decision
 
     Stepper._vote = vote  # type: ignore[method-assign]
@@ -61,7 +61,7 @@ def scale_halved_alone(rank: int) -> None:
     own = [True]
 
     def look(self: Any, step: int, terms: Any) -> Any:
-        own[:] = [math.isfinite(float(self._on.sync.square_sum()))]
+        own[:] = [math.isfinite(float(self.on.sync.square_sum()))]
         return vote(self, step, terms)
 
     def after_own(self: Any, finite: bool) -> LossScale:
@@ -82,7 +82,7 @@ def clipped_while_scaled(rank: int) -> None:
     def note(self: Any, decision: Any) -> float:
         right = find(self, decision)
         known.update(right=right, norm=math.sqrt(decision.square_sum) * right * self.scale.scale)
-        known.update(clip=self._task.recipe.clip)
+        known.update(clip=self.task.recipe.clip)
         return right
 
     def scale_wrongly(self: Any, factor: float) -> None:

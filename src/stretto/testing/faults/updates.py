@@ -79,7 +79,7 @@ def missed_gradient(rank: int) -> None:
     honest = Stepper._vote
 
     def vote(self: Any, step: int, terms: Any) -> Any:
-        own = tuple(flag > 0 for flag in self._on.sync.reached().tolist())
+        own = tuple(flag > 0 for flag in self.on.sync.reached().tolist())
         return dataclasses.replace(honest(self, step, terms), reached=own)
 
     Stepper._vote = vote  # type: ignore[method-assign]
