@@ -216,6 +216,9 @@ class Microbatch(Protocol):
     def backward(self, roots: Roots) -> None:
         """Runs it."""
 
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Surrounds what is to be noted as work on it."""
+
 
 class Applied(Protocol):
     """A template laid out over a group. Every rank of the group must make the same calls in the same order."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
@@ -230,6 +230,10 @@ class _Once:
         """What ``run`` gives."""
         arguments, keywords = self._call
         return run(*arguments, **keywords)
+
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Nothing is noted."""
+        return nullcontext()
 
 
 def _forward_only(flow: Flow) -> Schedule:

@@ -55,7 +55,10 @@ class Placed:
         for place, each in enumerate(microbatches):
             each.call()  # out here: errors of the user's data are no lost peer's
             with around(last=place == len(microbatches) - 1, ghost=each.ghost):
-                each.backward(each.loss(each.forward(self.module)))
+                with each.span("forward"):
+                    roots = each.loss(each.forward(self.module))
+                with each.span("backward"):
+                    each.backward(roots)
 
     # For layouts that leave every gradient to the sync rule, and gather nothing in forward.
 

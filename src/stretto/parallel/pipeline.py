@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -48,6 +49,9 @@ class Forwarded(Protocol):
 
     def forward(self, run: Callable[..., Any]) -> Any:
         """``run`` on that, and what becomes of its output."""
+
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Surrounds what is to be noted as work on it."""
 
 
 @dataclass
@@ -116,7 +120,8 @@ class Execution:
         arrived: dict[fx.Node, torch.Tensor] = {}
         state: torch.Tensor | None = None
         for source in self._sources(program, stage):
-            found = self._take(Message(Kind.FORWARD, source, stage, at))
+            with microbatch.span("receive", stage):
+                found = self._take(Message(Kind.FORWARD, source, stage, at))
             if (source, stage) in program.stages.hands_on:
                 state = found.pop()
             values = program.stages.incoming[stage].get(source, ())
@@ -130,17 +135,20 @@ class Execution:
             results.append(program.portions[stage].run(given, list(arrived.values())))
             return results[0].output
 
-        output = microbatch.forward(run)
-        kept = _Kept(arrived, dict(results[0].leaving))
+        last = stage == program.stages.count - 1
+        with microbatch.span("forward", stage):
+            output = microbatch.forward(run)
+            roots = cast(Microbatch, microbatch).loss(output) if last and self._around is not None else None
+        kept = _Kept(arrived, dict(results[0].leaving), roots)
         for to in self._targets(program, stage):
             leaving = [kept.leaving[node].detach() for node in program.stages.incoming[to].get(stage, ())]
             if (stage, to) in program.stages.hands_on:
                 leaving.append(_generators(self._line.device))
-            self._send(Message(Kind.FORWARD, stage, to, at), leaving)
-        if stage == program.stages.count - 1:
+            with microbatch.span("send", stage):
+                self._send(Message(Kind.FORWARD, stage, to, at), leaving)
+        if last:
             self.output = output
         if self._around is not None:
-            kept.roots = cast(Microbatch, microbatch).loss(output) if stage == program.stages.count - 1 else None
             self._kept[stage, at] = kept
 
     def _backward(self, action: Action, final: bool) -> None:
@@ -150,7 +158,9 @@ class Execution:
         gradients: dict[fx.Node, torch.Tensor] = {}
         for to in self._targets(program, stage):
             nodes = self._carried(program, stage, to)
-            for node, gradient in zip(nodes, self._take(Message(Kind.BACKWARD, to, stage, at)), strict=True):
+            with microbatch.span("receive", stage):
+                found = self._take(Message(Kind.BACKWARD, to, stage, at))
+            for node, gradient in zip(nodes, found, strict=True):
                 gradients[node] = gradients[node] + gradient if node in gradients else gradient
 
         def backward() -> None:
@@ -161,7 +171,7 @@ class Execution:
             if passing:  # a frozen stage has nothing to pass on
                 torch.autograd.backward([kept.leaving[n] for n in passing], [gradients[n] for n in passing])
 
-        with self._around(last=final, ghost=microbatch.ghost):
+        with self._around(last=final, ghost=microbatch.ghost), microbatch.span("backward", stage):
             if action.kind is Kind.INPUT:
                 self._put_off[stage, at] = self._deferred.collect(backward)
             else:
@@ -169,12 +179,13 @@ class Execution:
         for source in self._sources(program, stage):
             values = [kept.arrived[node] for node in self._carried(program, source, stage)]
             found = [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
-            self._send(Message(Kind.BACKWARD, stage, source, at), found)
+            with microbatch.span("send", stage):
+                self._send(Message(Kind.BACKWARD, stage, source, at), found)
 
     def _weights(self, action: Action, final: bool) -> None:
         assert self._around is not None
-        ghost = cast(Microbatch, self._microbatches[action.microbatch]).ghost
-        with self._around(last=final, ghost=ghost):
+        microbatch = cast(Microbatch, self._microbatches[action.microbatch])
+        with self._around(last=final, ghost=microbatch.ghost), microbatch.span("weights", action.stage):
             work_off(self._put_off.pop((action.stage, action.microbatch)))
 
     # ---- who sends what to whom
