@@ -20,12 +20,6 @@ GPT = str(ROOT / "examples" / "gpt")
 TINY = {"depth": 2, "width": 32, "context": 16, "heads": 2, "batch": 7, "precision": "fp64"}
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def run(launcher: LocalLauncher, entry: str, workers: int, prepare: str | None = None, **payload: Any) -> list[Any]:
     """What each worker returned, in rank order."""
     ready = None if prepare is None else f"engine_entries:{prepare}"

@@ -16,7 +16,6 @@ from stretto.errors import LaunchError
 from stretto.launch import Job, JobResult, LocalLauncher
 
 HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
-HEAVY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 SHORT = Graces(1.0, 0.5, 1.0)
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -30,9 +29,8 @@ def light() -> Iterator[LocalLauncher]:
 
 
 @pytest.fixture(scope="module")
-def heavy() -> Iterator[LocalLauncher]:
-    with LocalLauncher(HEAVY) as launcher:
-        yield launcher
+def heavy(launcher: LocalLauncher) -> LocalLauncher:
+    return launcher
 
 
 def job(entry: str, payload: dict[str, Any] | None = None, num_workers: int = 2, **more: Any) -> Job:

@@ -18,12 +18,6 @@ TESTS = Path(__file__).resolve().parents[1]
 EDGES = TESTS / "tasks" / "edge_parts.py"
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def run(launcher: LocalLauncher, entry: str, plan: str = "dp=2,zero=3", **payload: Any) -> JobResult:
     payload = {"task": str(EDGES), "plan": plan, **payload}
     workers = Plan.parse(plan).world_size

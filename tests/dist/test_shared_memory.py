@@ -15,12 +15,6 @@ from stretto.preload import preloads
 HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def play(launcher: LocalLauncher, scene: str, workers: int, seconds: float = 30, **options: Any) -> list[Any]:
     """What each member of the scene reports, in rank order."""
     payload = {"scene": scene, "workers": workers, "options": options, "seconds": seconds}
