@@ -88,6 +88,7 @@ def test_each_job_meets_at_a_store_of_its_own(light: LocalLauncher) -> None:
     )
 
 
+@pytest.mark.alone
 def test_from_the_request_to_the_entry_and_to_a_sharded_backward(heavy: LocalLauncher) -> None:
     heavy.run(job("where", num_workers=2))  # the imports are paid for once
     entered, backward = [], []
@@ -199,6 +200,7 @@ def test_only_consequences_are_still_a_failure(light: LocalLauncher) -> None:
     assert result.exit_code == 1 and result.failure is not None and result.failure.consequence
 
 
+@pytest.mark.alone
 def test_the_others_hear_of_the_break_and_are_not_waited_for(light: LocalLauncher) -> None:
     asked = time.monotonic()
     result = failing(light, {0: "program"}, 3)
@@ -206,6 +208,7 @@ def test_the_others_hear_of_the_break_and_are_not_waited_for(light: LocalLaunche
     assert result.failure is not None and result.failure.rank == 0
 
 
+@pytest.mark.alone
 def test_who_does_not_listen_is_terminated_then_killed(light: LocalLauncher) -> None:
     asked = time.monotonic()
     result = failing(light, {0: "program", 1: "deaf", 2: "stubborn"}, 3)

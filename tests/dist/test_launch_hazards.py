@@ -73,12 +73,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.alone
 def test_two_interrupts_end_ranks_that_sleep_in_a_collective_la04(launcher: LocalLauncher) -> None:
     result, seconds = signalled(launcher, signal.SIGINT, signal.SIGINT)
     assert (result.exit_code, result.failure) == (130, None)
     assert seconds < 2.5
 
 
+@pytest.mark.alone
 def test_one_sigterm_that_nobody_hears_ends_them_too_and_is_told_la04(launcher: LocalLauncher) -> None:
     result, seconds = signalled(launcher, signal.SIGTERM)
     assert result.exit_code == 143 and result.failure is not None

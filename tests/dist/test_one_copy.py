@@ -58,6 +58,7 @@ def test_nothing_stays_of_many_copies_in_one_process(launcher: LocalLauncher) ->
         assert late - early < 4 << 20, f"{late - early} bytes more"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("plan", "kind"), [("dp=3,zero=3", "frozen"), ("dp=2,zero=3,loaders=2", "plain")])
 def test_the_peak_that_is_told_is_the_one_that_is_seen(
     launcher: LocalLauncher, tmp_path: Path, plan: str, kind: str
