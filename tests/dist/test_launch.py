@@ -71,7 +71,7 @@ def test_a_worker_knows_who_it_is(light: LocalLauncher) -> None:
         assert found["environment"] == {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "lo"}
         assert found["prepared"]["pid"] == found["host"], "prepared once, by the host that forked the workers"
         assert found["imports_rss_bytes"] > 1 << 20
-        assert not found["torch"]
+        assert not found["torch"] and found["collects"]
         assert not alive(found["pid"]) and not alive(found["host"])
 
 
