@@ -52,7 +52,8 @@ def wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the first exit status that is not 0."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: who starts this in the background has it ignored
+        signal.signal(number, signal.default_int_handler)
     together, apart = f"{EVERYDAY} and not alone", f"{EVERYDAY} and alone"
     with tempfile.TemporaryFile() as kept:
         print("tests: lane 1 of 2 (lane 2 runs beside it, and is shown after it)", flush=True)

@@ -68,7 +68,8 @@ def plant(room: Path, folder: str, line: str, test: str = "test_one") -> None:
 
 def lanes(room: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they cost a second a start
-    command = [sys.executable, str(LANES), "-p", "no:cacheprovider"]
+    deaf = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]  # as a shell starts what runs in the background
+    command = [*deaf, sys.executable, str(LANES), "-p", "no:cacheprovider"]
     return subprocess.Popen(
         command, cwd=room, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
