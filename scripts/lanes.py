@@ -20,6 +20,7 @@ from typing import IO
 SECOND = ("tests/parity", "tests/e2e")
 LANES = (("tests", *(f"--ignore={folder}" for folder in SECOND)), SECOND)  # a new folder's tests are in the first
 EVERYDAY = "not matrix and not chaos"
+END_SECONDS = 10
 
 
 def start(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
@@ -34,7 +35,10 @@ def start(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.P
 
 
 def wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Their exit statuses; where this process is interrupted, they are too, and killed at the second time."""
+    """Their exit statuses; where this process is interrupted, they are too, and killed soon after or at a second time.
+
+    A test whose launcher takes the interrupt for itself only ends its job, and pytest goes on.
+    """
     try:
         return [lane.wait() for lane in running]
     except KeyboardInterrupt:
@@ -43,8 +47,8 @@ def wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
             for lane in left:
                 lane.send_signal(signal.SIGINT)
             for lane in left:
-                lane.wait()
-        except KeyboardInterrupt:
+                lane.wait(END_SECONDS)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
             for lane in left:
                 lane.kill()
         raise
