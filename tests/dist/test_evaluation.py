@@ -27,12 +27,6 @@ RANKING = str(ROOT / "examples" / "ranking")
 PLANS = {1: ["dp=1", "dp=1,microbatches=3"], 2: ["dp=2", "dp=2,zero=3"], 3: ["dp=3", "dp=3,zero=3"]}
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def evaluated(launcher: LocalLauncher, workers: int, **payload: Any) -> JobResult:
     payload = {"task": SCORED, "plans": PLANS[workers], **payload}
     return launcher.run(Job("evaluation_entries:totals", payload, workers, python_path=(HELPERS,)))

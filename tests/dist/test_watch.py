@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from runs import short_of_grace
 from stretto.elastic.coordinator import Graces
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.order import TrainOrder
 from stretto.plan import Plan
-from stretto.preload import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 STUCK = ROOT / "tests" / "tasks" / "stuck.py"
@@ -31,9 +31,9 @@ SLOW = r"; where that is only slow, --hang-after SECONDS waits longer"
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=3)), graces=Graces(0.3, 0.3, 1.0)) as found:
-        yield found
+def launcher(launcher: LocalLauncher) -> Iterator[LocalLauncher]:
+    with short_of_grace(launcher, Graces(0.3, 0.3, 1.0)):
+        yield launcher
 
 
 def start(
