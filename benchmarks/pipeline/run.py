@@ -6,9 +6,8 @@ All arms train the same model of equal blocks on the same samples in the same tw
 blocks; their losses must agree. Torch's arms are ``torch.distributed.pipelining``'s schedules over Gloo, with the model
 cut by hand in the middle, plain SGD, and nothing else: no norm, no vote, no ledger.
 
-*Theory* is the schedule carried out by arithmetic (:mod:`stretto.schedule`) with each stage's own time, which both ranks
-take at the same time, so with the other core busy, without any message. *Best cut* compares the longest stage of the
-cut that was found with that of every other cut between blocks, by the same measure of single operations.
+*Theory* is the schedule carried out by arithmetic (:mod:`stretto.schedule`) with each stage's own time, which both
+ranks take at the same time, so with the other core busy, without any message.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 from forked import run_forked
 from paired import Ratio, ratio, run_blocks, table
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed import pipelining
 
 from stretto.assemble import assemble, build_template
 from stretto.comm.group import Group
@@ -49,7 +48,11 @@ PLANS = {
     "interleaved": "pp=2,microbatches={},schedule=interleaved,chunks=2",
     "zero-bubble": "pp=2,microbatches={},schedule=zero-bubble",
 }
-TORCH = {"1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2), "zero-bubble": (ScheduleInterleavedZeroBubble, 2)}  # fmt: skip
+TORCH = {
+    "1f1b": (pipelining.Schedule1F1B, 1),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
+    "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
+}
 FIRST_STEPS = 3
 LOSS_TOLERANCE = 1e-4
 
@@ -86,7 +89,7 @@ def torchs(task: Task, how: str, microbatches: int, group: Group, gloo: Any) -> 
         index = chunk * 2 + group.rank
         part = torch.nn.Sequential(*list(whole)[index * size : (index + 1) * size])  # type: ignore[arg-type]
         parameters += list(part.parameters())
-        stages.append(PipelineStage(part, index, 2 * chunks, torch.device("cpu"), group=gloo))
+        stages.append(pipelining.PipelineStage(part, index, 2 * chunks, torch.device("cpu"), group=gloo))
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
     batch_size = task.recipe.batch
 
@@ -202,15 +205,17 @@ def main() -> None:
         if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * min(losses.values()):
             raise SystemExit(f"the arms do different work; losses after {FIRST_STEPS} steps: {losses}")
         theory = {how: against_theory(arms[how], group, 8) for how in PLANS}  # type: ignore[arg-type]
-        times = run_blocks({name: partial(_drop, step) for name, step in arms.items()}, options.blocks, 1, group.barrier)
+        timed = {name: partial(_drop, step) for name, step in arms.items()}
+        times = run_blocks(timed, options.blocks, 1, group.barrier)
         ratios: list[Ratio] = [ratio("torch, 1f1b, again", "torch, 1f1b", times)]
         ratios += [ratio(how, f"torch, {how}", times) for how in PLANS]
         ratios += [ratio(how, "1f1b", times) for how in PLANS if how != "1f1b"]
         if group.rank == 0:
             print(table(ratios, times))
             for how, found in theory.items():
-                print(f"{how}: {found['milliseconds']:.1f} ms, theory {found['theory_milliseconds']:.1f} ms, "
-                      f"ratio {found['ratio']:.3f} ({min(found['ratios']):.3f} to {max(found['ratios']):.3f})", flush=True)  # fmt: skip
+                spread = f"{found['ratio']:.3f} ({min(found['ratios']):.3f} to {max(found['ratios']):.3f})"
+                took = f"{found['milliseconds']:.1f} ms, theory {found['theory_milliseconds']:.1f} ms"
+                print(f"{how}: {took}, ratio {spread}", flush=True)
             if options.out:
                 head = {"workers": 2, "torch": torch.__version__, "settings": SETTINGS, "losses": losses}
                 found = {"ratios": [one.to_json() for one in ratios], "theory": theory}
