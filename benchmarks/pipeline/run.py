@@ -42,7 +42,7 @@ from stretto.step import Stepper
 from stretto.task import Task, load_task
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = {"depth": 8, "width": 256, "heads": 8, "time": 64, "batch": 32}
+SETTINGS = {"depth": 4, "width": 256, "heads": 8, "time": 64, "batch": 32}
 PLANS = {
     "1f1b": "pp=2,microbatches={}",
     "interleaved": "pp=2,microbatches={},schedule=interleaved,chunks=2",
@@ -118,7 +118,7 @@ def torchs(task: Task, how: str, microbatches: int, group: Group, gloo: Any) -> 
     return step
 
 
-def stage_seconds(ours: Ours, group: Group, rounds: int = 15) -> list[tuple[float, float]]:
+def stage_seconds(ours: Ours, group: Group, rounds: int = 6) -> list[tuple[float, float]]:
     """Forward and backward of each stage, in seconds, while the other rank runs its own; without any message."""
     applied = ours.on.applied
     assert isinstance(applied, Divided)
@@ -204,7 +204,7 @@ def main() -> None:
         losses = {name: [step() for _ in range(FIRST_STEPS)][-1] for name, step in arms.items()}
         if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * min(losses.values()):
             raise SystemExit(f"the arms do different work; losses after {FIRST_STEPS} steps: {losses}")
-        theory = {how: against_theory(arms[how], group, 8) for how in PLANS}  # type: ignore[arg-type]
+        theory = {how: against_theory(arms[how], group, 5) for how in PLANS}  # type: ignore[arg-type]
         timed = {name: partial(_drop, step) for name, step in arms.items()}
         times = run_blocks(timed, options.blocks, 1, group.barrier)
         ratios: list[Ratio] = [ratio("torch, 1f1b, again", "torch, 1f1b", times)]

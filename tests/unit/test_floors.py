@@ -37,7 +37,7 @@ ENGINE = (
         "explain",
         "assemble",
     ),
-    *("skips", "kept", "step", "terms", "evaluation", "machinery"),
+    *("skips", "kept", "timeline", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")

@@ -17,6 +17,7 @@ from torch import nn
 
 from stretto.comm.group import Group
 from stretto.comm.members import Members
+from stretto.schedule import Schedule
 from stretto.state import Box, Part, Shares, Slice, StateSource, TensorSpec
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -226,6 +227,7 @@ class Applied(Protocol):
     module: nn.Module
     ranks: Ranks
     notes: tuple[str, ...]  # what there is to say to people; the same on every rank
+    schedule: Schedule | None  # of its stages, where it has several
     reduces_once: bool  # whether gradients wait, whole, for the last microbatch, as :class:`Manner` asks if it can be
 
     @property

@@ -74,7 +74,8 @@ class Divided(Placed):
         self._places = self._settle(template)
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
-        self._schedule = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self.schedule = self._order if plan.pp > 1 else None
         self._programs[_key(True, call)] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self.module.forward = self._forward(self.module.forward)
@@ -160,7 +161,7 @@ class Divided(Placed):
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
-        Execution(self._schedule, self.ranks.line, self._of, microbatches, around, self._deferred).run()
+        Execution(self._order, self.ranks.line, self._of, microbatches, around, self._deferred).run()
 
     def _forward(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Forward alone, of one batch; its output comes out where the last stage is, elsewhere None does."""
@@ -187,7 +188,7 @@ class Divided(Placed):
 
     def _program(self, stages: Stages, cut: Cut) -> Program:
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
-        splits = any(action.kind is Kind.WEIGHT for action in self._schedule.actions[self.ranks.line.rank])
+        splits = any(action.kind is Kind.WEIGHT for action in self._order.actions[self.ranks.line.rank])
         later = self._deferred if splits else None
         return Program.build(stages, cut, self.ranks.tensor, here, self.module, later)
 

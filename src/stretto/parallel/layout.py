@@ -13,6 +13,7 @@ from stretto.parallel._base import Around, Manner, Microbatch, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down
 from stretto.parallel.recompute import Recomputed
+from stretto.schedule import Schedule
 from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
 
 
@@ -30,6 +31,7 @@ class Placed:
         self._places: dict[str, Place] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self._stale = True
+        self.schedule: Schedule | None = None
 
     @property
     def places(self) -> Mapping[str, Place]:
