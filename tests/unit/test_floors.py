@@ -35,6 +35,7 @@ ENGINE = (
         "best",
         "weights",
         "explain",
+        "features",
         "assemble",
     ),
     *("skips", "kept", "timeline", "step", "terms", "evaluation", "machinery"),

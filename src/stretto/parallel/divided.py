@@ -91,7 +91,7 @@ class Divided(Placed):
         found = (
             costs_of(work, self._whole, template.structure, manner.example) if self.ranks.everyone.rank == 0 else None
         )
-        costs = self.ranks.everyone.broadcast_json(found)
+        costs = [sum(both) for both in self.ranks.everyone.broadcast_json(found)]
         return stages_at(work, balanced(costs, work.edges, work.crossing_bytes(), count))
 
     def _ranks_of(self, name: str, template: Template) -> tuple[int, ...]:
