@@ -11,6 +11,7 @@ Backward of a stage begins at what it sent on, with the gradients that came back
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,16 @@ class Message:
     source: int
     to: int
     microbatch: int
+
+    @property
+    def tag(self) -> int:
+        """A number that another message of the step hardly has; below 2**31."""
+        key = (str(self.kind), self.source, self.to, self.microbatch)
+        return zlib.crc32(repr(key).encode()) >> 1
+
+    def __str__(self) -> str:
+        what = "values" if self.kind is Kind.FORWARD else "gradients"
+        return f"the receipt of microbatch {self.microbatch + 1}'s {what} from stage {self.source}"
 
 
 class Forwarded(Protocol):
@@ -102,6 +113,7 @@ class Execution:
         actions = self._schedule.actions[self._line.rank]
         with self._line.guard():
             for place, action in enumerate(actions):
+                self._line.passed(place)
                 final = place == len(actions) - 1
                 if action.kind is Kind.FORWARD:
                     self._forward(action)
@@ -109,8 +121,9 @@ class Execution:
                     self._weights(action, final)
                 else:
                     self._backward(action, final)
+            self._line.passed(len(actions))
             while self._sent:
-                self._sent.popleft()[0].wait()
+                self._line.wait(self._sent.popleft()[0], "the delivery of its last messages")
 
     # ---- the two actions
 
@@ -208,16 +221,17 @@ class Execution:
         """The values from one stage to another whose gradients come back."""
         return [node for node in program.stages.incoming[to].get(source, ()) if program.shapes[node].carries]
 
-    def _from(self, rank: int) -> Iterator[Message]:
-        """The messages that another rank sends to this one, in its order."""
-        for action in self._schedule.actions[rank]:
+    def _from(self, rank: int) -> Iterator[tuple[Message, int]]:
+        """The messages that another rank sends to this one, in its order; each with how many actions it has behind it
+        then."""
+        for place, action in enumerate(self._schedule.actions[rank]):
             if action.kind is Kind.WEIGHT:
                 continue
             program = self._of(action.microbatch)
             kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
             for other in (self._targets if kind is Kind.FORWARD else self._sources)(program, action.stage):
                 if self._ranks[other] == self._line.rank:
-                    yield Message(kind, action.stage, other, action.microbatch)
+                    yield Message(kind, action.stage, other, action.microbatch), place + 1
 
     def _empty(self, message: Message) -> list[torch.Tensor]:
         """Room for what a message holds."""
@@ -246,7 +260,7 @@ class Execution:
         for value in values:
             whole = value.contiguous()
             if whole.numel():
-                self._sent.append((self._line.send(whole, rank), whole))
+                self._sent.append((self._line.send(whole, rank, message.tag), whole))
 
 
 class _Inbox:
@@ -261,30 +275,31 @@ class _Inbox:
         self,
         line: Members,
         rank: int,
-        coming: Iterator[Message],
+        coming: Iterator[tuple[Message, int]],
         room: Callable[[Message], list[torch.Tensor]],
     ) -> None:
         self._line, self._rank, self._coming, self._room = line, rank, coming, room
-        self._posted: dict[Message, list[tuple[torch.Tensor, dist.Work | None]]] = {}
+        self._posted: dict[Message, tuple[int, list[tuple[torch.Tensor, dist.Work | None]]]] = {}
 
     def take(self, message: Message) -> list[torch.Tensor]:
         """Waits for a message; others that come before it are kept."""
         while message not in self._posted:
             self._post()
-        found = self._posted.pop(message)
+        after, found = self._posted.pop(message)
         for _, work in found:
             if work is not None:
-                work.wait()
+                self._line.wait(work, str(message), self._rank, after)
         while len(self._posted) < AHEAD and self._post():
             pass
         return [tensor for tensor, _ in found]
 
     def _post(self) -> bool:
-        message = next(self._coming, None)
+        message, after = next(self._coming, (None, 0))
         if message is None:
             return False
         room = self._room(message)
-        self._posted[message] = [(one, self._line.receive(one, self._rank) if one.numel() else None) for one in room]
+        works = [(one, self._line.receive(one, self._rank, message.tag) if one.numel() else None) for one in room]
+        self._posted[message] = after, works
         return True
 
 
