@@ -9,9 +9,10 @@ from typing import Any, Final
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = ("pp", "cp", "ep", "branch", "schedule", "offload")
+LATER_KEYS: Final = ("pp", "cp", "ep", "branch", "schedule")
 ZERO_STAGES: Final = (0, 1, 2, 3)
 RECOMPUTE: Final = ("none", "selective", "full")
+OFFLOAD: Final = ("none", "optimizer", "activations", "all")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Plan:
         recompute: which activations are dropped in forward and computed again in backward (arXiv 1604.06174), for less
             memory: ``none``; ``selective``, all but the results of matrix products, convolutions and attention; or
             ``full``, all but what each layer is called with.
+        offload: what lies on the host, for less memory on the device (arXiv 2101.06840): ``none``; ``optimizer``, what
+            is trained and the optimizer's state; ``activations``, what forward keeps for backward; or ``all`` of it.
         loaders: processes of each rank that fetch and collate samples ahead of it; 0: the rank does so itself. Plans
             that differ in nothing else are equal.
     """
@@ -40,6 +43,7 @@ class Plan:
     dp_shard: int = 0
     tp: int = 1
     recompute: str = "none"
+    offload: str = "none"
     loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
@@ -55,6 +59,9 @@ class Plan:
         if self.recompute not in RECOMPUTE:
             near = nearest(str(self.recompute), RECOMPUTE)
             raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")
+        if self.offload not in OFFLOAD:
+            near = nearest(str(self.offload), OFFLOAD)
+            raise PlanError(f"plan: offload must be none, optimizer, activations or all, got {self.offload!r}{near}")
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero}")
         if self.zero != 3 and self.dp_shard > 1:
@@ -76,7 +83,7 @@ class Plan:
                 or a world size other than ``workers``.
         """
         given: dict[str, Any] = {}
-        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "recompute", "loaders")
+        valid = ("dp", "zero", "microbatches", "dp_replicate", "dp_shard", "tp", "recompute", "offload", "loaders")
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in LATER_KEYS:
@@ -85,7 +92,7 @@ class Plan:
                 raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
             if key in given:
                 raise PlanError(f"plan: {key} is given twice")
-            if key == "recompute":
+            if key in ("recompute", "offload"):
                 given[key] = value
                 continue
             if not equals or not value.isdigit():
@@ -136,6 +143,7 @@ class Plan:
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
         parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        parts += [f"offload={self.offload}"] if self.offload != "none" else []
         parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)
 

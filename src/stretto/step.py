@@ -208,14 +208,15 @@ class Stepper:
     def _run(self, piece: Piece, samples: Any, step: int, terms: Terms) -> None:
         """Forward and backward of one microbatch."""
         seed = derive_seed(self._task.recipe.seed, "forward", step, piece.first)
-        output = forward(self._task, self._on, samples, seed)
-        if self.draws is None:
-            self.draws = drawn_since(seed, self._on.group.device)
-        with whole_parameters_only():  # a shard that forward read may show in the loss only
-            with computing(self._task.recipe.precision, self._on.group.device.type):
+        with self._on.applied.saving():
+            output = forward(self._task, self._on, samples, seed)
+            if self.draws is None:
+                self.draws = drawn_since(seed, self._on.group.device)
+            # A shard that forward read may show in the loss only.
+            with whole_parameters_only(), computing(self._task.recipe.precision, self._on.group.device.type):
                 pairs = self._task.losses(output, samples)
-            with second_forward(self._plan.recompute):
-                terms.backward(pairs, samples, piece.ghost, 1.0 if self.scale is None else self.scale.scale)
+        with whole_parameters_only(), second_forward(self._plan.recompute):
+            terms.backward(pairs, samples, piece.ghost, 1.0 if self.scale is None else self.scale.scale)
 
     def _nominal(self) -> float:
         """N0: the power of two next to the last committed step's weight."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stretto.comm.group import Group
 from stretto.comm.members import Members
@@ -57,6 +58,7 @@ class Manner:
         reduce_once: gradients of several microbatches may be added up whole on each rank and reduced once a step;
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
         recompute: which activations backward computes again: ``none``, ``selective`` or ``full``.
+        offload: what lies on the host: ``none``, ``optimizer``, ``activations`` or ``all``.
         surround: what surrounds forward, and so what of it is computed again.
         example: a call of the model, for layouts that trace it.
     """
@@ -65,6 +67,7 @@ class Manner:
     whole_tensors: bool = False
     reduce_once: bool = True
     recompute: str = "none"
+    offload: str = "none"
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Call | None = None
 
@@ -78,7 +81,7 @@ class Place:
         part: what of it lies here; mostly one box.
         local: a plain parameter over that part, of shape ``part.shape``; what an optimizer updates.
         compute: the module's own parameter, which forward uses and at which backward leaves the gradient; in a lower
-            precision a copy of ``local``, which :meth:`Applied.refresh` makes.
+            precision, or where ``local`` lies on the host, a copy of it, which :meth:`Applied.refresh` makes.
         owner: this rank answers for the part in checkpoints and digests.
         summed: the layout itself adds its gradient over the ranks that cut it, and the sync rule over the replicas;
             otherwise the sync rule adds it over all.
@@ -95,6 +98,17 @@ class Place:
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
+
+    @property
+    def copied(self) -> torch.Tensor | None:
+        """What of ``compute`` :meth:`Applied.refresh` fills from ``local``; None where ``local`` is that memory."""
+        here = self.compute.detach()
+        if self.summed:
+            here = cast(DTensor, here)._local_tensor
+        elif not self.cut:
+            here = here[self.box.within(Box.whole(self.spec.shape))]
+        same = here.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        return None if same else here
 
     @property
     def box(self) -> Box:
@@ -151,6 +165,9 @@ class Applied(Protocol):
 
     def updated(self) -> None:
         """Tells that ``local`` parameters have changed; sends nothing."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Surrounds a microbatch's forward and loss, and what they keep for backward."""
 
     def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one microbatch; on the ``last`` one gradients are reduced."""

@@ -55,8 +55,7 @@ def trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:
 def copy_down(places: Iterable[Place]) -> None:
     """Brings every copy up to date with this rank's part of its parameter."""
     for place in places:
-        if not place.summed and place.local.dtype != place.compute.dtype:
-            here = place.compute if place.cut else place.compute[place.box.within(Box.whole(place.spec.shape))]
+        if (here := place.copied) is not None:
             here.copy_(place.local)
 
 

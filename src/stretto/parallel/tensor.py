@@ -26,7 +26,7 @@ from stretto.graph.rules import read
 from stretto.graph.trace import Traced, filled, tensors_in, trace
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import narrowed, sparse_parameters, trained
-from stretto.parallel.layout import Placed, check_frozen
+from stretto.parallel.layout import Placed
 from stretto.parallel.template import Template
 from stretto.state import Part, assign_owners
 
@@ -55,7 +55,7 @@ class Tensor(Placed):
             raise Refused(f"plan: tp={ranks.tensor.size} finds nothing to cut in this model; {why[0]}: {why[1]}")
         self._parts = _parts(cut, traced, ranks.tensor.rank)
         _replace(self.module, self._parts)
-        self._places = self._settle(template)
+        self._places = self._offloaded.places(self._settle(template))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._programs[_key(True, *manner.example)] = self._program(traced, cut)
         self.module.forward = self._forward(self.module.forward)
@@ -110,7 +110,7 @@ class Tensor(Placed):
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; gradients are left to the sync rule."""
         yield
-        check_frozen(self._frozen)
+        self._check()
 
     def teardown(self) -> None:
         """See :class:`Applied`."""

@@ -21,7 +21,7 @@ import torch
 from stretto.errors import Refused
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import dealt_place, lay_flat, narrowed, sparse_parameters, whole_place
-from stretto.parallel.layout import Placed, check_frozen
+from stretto.parallel.layout import Placed
 from stretto.parallel.template import Template
 from stretto.state import Bucket, Shares, assign_owners, deal, pack
 
@@ -52,7 +52,7 @@ class Whole(Placed):
             shares = deal(cuttable, ranks.world.size, manner.whole_tensors)
         self._one_copy = one_copy
         self._flats = self._lay_flat(template, shares)
-        self._places = self._settle(template, shares)
+        self._places = self._offloaded.places(self._settle(template, shares))
         self._dealt_at = {name: self._places[name].compute.data_ptr() for name in shares}
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
 
@@ -107,7 +107,7 @@ class Whole(Placed):
         """See :class:`Applied`; nothing is reduced here."""
         with self._norm.counting(not ghost):
             yield
-        check_frozen(self._frozen)
+        self._check()
         for name, address in self._dealt_at.items():
             if self._places[name].compute.data_ptr() != address:
                 raise Refused(
