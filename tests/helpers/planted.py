@@ -33,6 +33,7 @@ class Planted:
 
 
 CUT = (("depth", "1"), ("width", "32"), ("context", "16"), ("heads", "4"), ("batch", "4"))
+APART = "stretto.testing.conditions:host_apart"
 SEPARATE = "stretto.testing.conditions:separate_memory"
 PLANTED = (
     Planted(fault="dropped_reduction", plan="dp=2", step=1, what="gradient", says="their reduction is missing"),
@@ -393,5 +394,23 @@ PLANTED = (
         what="weight",
         name="1.num_batches_tracked",
         says="or a layer that is computed again in backward changes a buffer twice (recompute=selective)",
+    ),
+    Planted(
+        fault="weights_left_on_the_host",
+        plan="dp=2,offload=optimizer",
+        step=2,
+        what="loss",
+        says="or the weights that are updated on the host were not brought here (offload=optimizer)",
+        under=APART,
+    ),
+    Planted(
+        fault="memory_taken_for_another",
+        task="examples/gpt",
+        sets=GPT,
+        plan="dp=2,offload=activations",
+        step=2,
+        what="gradient",
+        says="or what forward kept came back as something else (offload=activations)",
+        under=APART,
     ),
 )

@@ -81,16 +81,19 @@ class Offloaded:
 
     def check(self) -> None:
         """Raises Refused where forward has changed a weight: on one device the change would stay, here the next
-        refresh undoes it. In place changes are counted by torch, but for those of ``.data``: the first step looks."""
+        refresh undoes it. Values are compared where torch has counted a change in place or the memory is another, and
+        once in any case, for what is changed through ``.data`` is not counted."""
         if self._met is None:
             return
-        for place, met in zip(self._hosted, self._met, strict=True):
-            if _trace(place) != met or not (self._proved or _alike(place)):
+        for index, place in enumerate(self._hosted):
+            now = _trace(place)
+            if (now != self._met[index] or not self._proved) and not _alike(place):
                 raise Refused(
                     f"plan: offload: forward changes the parameter {place.spec.name}, which is trained on the host, so "
                     "the change would be lost; compute from the parameter what forward needs, or leave "
                     "offload=optimizer out"
                 )
+            self._met[index] = now
         self._proved = True
 
     # ---- activations
@@ -267,5 +270,3 @@ def _memory(tensor: Tensor) -> int:
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
