@@ -29,9 +29,9 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     noted: list[Any] = []
     init, back = offload._Storage.__init__, offload._Storage.back
 
-    def note(self: Any, tensor: Tensor) -> None:
-        init(self, tensor)
-        noted.append(tensor.untyped_storage().nbytes())
+    def note(self: Any, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        init(self, tensor, storage)
+        noted.append(storage.nbytes())
 
     def come(self: Any) -> Any:
         last = self._back
@@ -216,6 +216,21 @@ def test_what_recomputed_layers_are_called_with_waits_there_too() -> None:
         out.backward()
         found = [p.grad for p in model.parameters()]
         assert all(p is not None and torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+
+
+def test_parts_of_one_memory_that_are_no_views_are_moved_apart(moves: list[int]) -> None:
+    x = square(requires_grad=True)
+
+    def run() -> Tensor:
+        parts = (x * 1.0).unsafe_chunk(2, dim=1)  # as LSTM does: each has a count of changes of its own
+        one, other = parts[0].sigmoid_(), parts[1].tanh_()
+        return (one * other).sum()
+
+    expected = torch.autograd.grad(run(), x)[0]
+    with saving(x):
+        out = run()
+    assert moves == [x.nbytes // 2] * 2, "each once, and no more than itself"
+    assert torch.equal(torch.autograd.grad(out, x)[0], expected)
 
 
 def test_backward_may_come_twice_and_be_derived_itself() -> None:

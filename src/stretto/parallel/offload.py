@@ -181,7 +181,7 @@ class Mover:
         # Without memory, but with the counter of the tensor's changes.
         counter = tensor.detach()
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        saved = _View(self._storage(tensor), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        saved = self._view(tensor)
         return lambda: _unchanged(saved.back(), counter, version)
 
     def unpack(self, packed: Callable[[], Tensor]) -> Tensor:
@@ -195,31 +195,41 @@ class Mover:
             return False
         return tensor.untyped_storage().nbytes() >= LEAST_BYTES and _memory(tensor) not in self._kept
 
-    def _storage(self, tensor: Tensor) -> _Storage:
-        """The host's copy of all the memory that the tensor lies in, made now unless there is one."""
-        where = _memory(tensor)
-        known = self._moved[where]() if where in self._moved else None
-        if known is None or known.version != tensor._version:
-            known = _Storage(tensor)
-            self._moved[where] = weakref.ref(known)
+    def _view(self, tensor: Tensor) -> _View:
+        """How the tensor lies in what is moved: all the memory of what it is a view of; but where that is itself a part
+        of some larger memory (as the gates of an LSTM), the tensor alone."""
+        whole = tensor if tensor._base is None else tensor._base
+        if whole.numel() * whole.itemsize >= tensor.untyped_storage().nbytes():
+            there = self._storage(whole, whole)
+            return _View(there, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        alone = tensor.detach().clone()
+        return _View(self._storage(tensor, alone), tensor.dtype, 0, alone.shape, alone.stride())
+
+    def _storage(self, tensor: Tensor, held: Tensor) -> _Storage:
+        """The host's copy of the memory of ``held``, made now unless ``tensor`` has one, unchanged since. Its views
+        have its count of changes; others in the same memory may have changed there uncounted."""
+        known = self._moved[id(tensor)]() if id(tensor) in self._moved else None
+        if known is None or not known.holds(tensor):
+            known = _Storage(tensor, held.untyped_storage())
+            self._moved[id(tensor)] = weakref.ref(known)
         return known
 
 
 class _Storage:
-    """A storage's bytes on the host, for as long as something that backward needs lies in it.
+    """A tensor's bytes on the host, for as long as something that backward needs lies there."""
 
-    The weak reference to the first storage keeps another one from getting its address, by which it is known.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.version, self._device = tensor._version, tensor.device
-        self._first = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self._of, self._memory, self._version = weakref.ref(tensor), _memory(tensor), tensor._version
+        self._device = tensor.device
         self._back: StorageWeakRef | None = None
         pinned = self._device.type == "cuda"
         self._bytes = torch.empty(storage.nbytes(), dtype=torch.uint8, device=HOST, pin_memory=pinned)
         # In the device's order of work: nothing there can overtake it.
         self._bytes.copy_(_bytes(storage, self._device), non_blocking=pinned)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether these are the tensor's bytes; another one may have got the first one's id, once that was gone."""
+        return self._of() is tensor and (self._memory, self._version) == (_memory(tensor), tensor._version)
 
     def back(self) -> torch.UntypedStorage:
         """A storage on the device with these bytes; the last one, where that is still in use."""

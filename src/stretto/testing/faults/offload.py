@@ -30,11 +30,11 @@ def memory_taken_for_another(rank: int) -> None:
     honest, seen = offload.Mover._storage, list[tuple[int, ...]]()
     note_batches(seen)
 
-    def storage(self: Any, tensor: Any) -> Any:
-        found = honest(self, tensor)
+    def storage(self: Any, tensor: Any, held: Any) -> Any:
+        found = honest(self, tensor, held)
         if len(seen) != FAULTY_STEP:
             return found
-        size = -tensor.untyped_storage().nbytes()  # no address is negative
+        size = -held.untyped_storage().nbytes()  # no id is negative
         known = self._moved[size]() if size in self._moved else None
         self._moved[size] = weakref.ref(known or found)
         return known or found
