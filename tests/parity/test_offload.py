@@ -101,6 +101,19 @@ def test_layers_and_stages_that_are_cut_wait_there_as_well(
 
 
 @pytest.mark.parametrize(
+    ("fault", "name", "plan", "what"),
+    [
+        ("memory_taken_for_another", "mlp_dropout", "pp=2,microbatches=2,offload=activations", "gradient"),
+        ("weights_left_on_the_host", "gpt", "tp=2,offload=optimizer", "loss"),
+    ],
+)
+def test_a_fault_on_their_way_shows(launcher: LocalLauncher, fault: str, name: str, plan: str, what: str) -> None:
+    (report,) = prove(launcher, name, (plan,), {}, f"stretto.testing.faults:{fault},{APART}").plans
+    found = report.first_divergence
+    assert found is not None and (found.step, found.what) == (2, what), report
+
+
+@pytest.mark.parametrize(
     ("plan", "plant"),
     [
         ("dp=2,zero=1,offload=all", APART),
