@@ -41,6 +41,9 @@ def features_of(plan: Plan) -> tuple[Feature, ...]:
     if plan.recompute != "none":
         said = "backward computes again what forward doesn't keep"
         found.append(Feature(f"recompute={plan.recompute}", True, said))
+    if plan.offload != "none":
+        said = "where the device is not the host itself, these wait in the host's memory"
+        found.append(Feature(f"offload={plan.offload}", True, said))
     if plan.loaders:
         said = f"{plan.loaders} process(es) of each rank fetch its samples ahead"
         found.append(Feature(f"loaders={plan.loaders}", True, said))

@@ -30,7 +30,7 @@ from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Pl
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.flats import Flats
-from stretto.parallel.layout import Placed, buffer_slices, check_frozen, export_places
+from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import costs_of
 from stretto.parallel.pipeline import Execution
 from stretto.parallel.program import Program
@@ -71,7 +71,7 @@ class Divided(Placed):
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         _replace(self.module, self._parts)
-        self._places = self._settle(template)
+        self._places = self._offloaded.places(self._settle(template))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
@@ -161,7 +161,8 @@ class Divided(Placed):
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
-        Execution(self._order, self.ranks.line, self._of, microbatches, around, self._deferred).run()
+        saving = self._offloaded.saving
+        Execution(self._order, self.ranks.line, self._of, microbatches, around, self._deferred, saving).run()
 
     def _forward(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Forward alone, of one batch; its output comes out where the last stage is, elsewhere None does."""
@@ -203,7 +204,7 @@ class Divided(Placed):
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; gradients are left to the sync rule."""
         yield
-        check_frozen(self._frozen)
+        self._check()
         self._flats.check()
 
     def _bring(self) -> None:

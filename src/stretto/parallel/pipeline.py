@@ -14,19 +14,20 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.comm.members import Members
 from stretto.graph.trace import tensors_in
 from stretto.parallel._base import Around, Call, Microbatch, Roots
 from stretto.parallel.deferred import Deferred, work_off
-from stretto.parallel.program import Program, Result, Shape
+from stretto.parallel.program import Program, Result
 from stretto.schedule import Action, Kind, Schedule
 
 AHEAD: Final = 2  # messages of one rank that are received before they are asked for
@@ -67,10 +68,15 @@ class Forwarded(Protocol):
 
 @dataclass
 class _Kept:
-    """What backward of one stage needs of its forward."""
+    """What backward of one stage needs of its forward: no values, which can wait elsewhere (``offload``).
+
+    Args:
+        arrived: where the gradients of what arrived are found.
+        leaving: where those of what was sent on begin.
+    """
 
     arrived: dict[fx.Node, torch.Tensor]
-    leaving: dict[fx.Node, torch.Tensor]
+    leaving: dict[fx.Node, GradientEdge]
     roots: Roots | None = None
 
 
@@ -83,6 +89,7 @@ class Execution:
         microbatches: as many as the schedule has.
         around: surrounds each backward; None: forward alone.
         deferred: takes weight gradients that a schedule puts off.
+        saving: surrounds each forward and loss, and what they keep for backward.
     """
 
     def __init__(
@@ -93,9 +100,10 @@ class Execution:
         microbatches: Sequence[Forwarded],
         around: Around | None = None,
         deferred: Deferred | None = None,
+        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._schedule, self._line, self._program = schedule, line, program
-        self._microbatches, self._around = microbatches, around
+        self._microbatches, self._around, self._saving = microbatches, around, saving
         self._deferred = deferred or Deferred()
         self._put_off: dict[tuple[int, int], list[Any]] = {}  # weight gradients still to be made
         self._ranks = schedule.flow.ranks
@@ -131,6 +139,7 @@ class Execution:
         stage, at = action.stage, action.microbatch
         microbatch, program = self._microbatches[at], self._of(at)
         arrived: dict[fx.Node, torch.Tensor] = {}
+        slots: dict[fx.Node, torch.Tensor] = {}
         state: torch.Tensor | None = None
         for source in self._sources(program, stage):
             with microbatch.span("receive", stage):
@@ -138,7 +147,11 @@ class Execution:
             if (source, stage) in program.stages.hands_on:
                 state = found.pop()
             values = program.stages.incoming[stage].get(source, ())
-            arrived |= {node: _leaf(value, program.shapes[node]) for node, value in zip(values, found, strict=True)}
+            for node, value in zip(values, found, strict=True):
+                arrived[node] = value
+                if program.shapes[node].carries and torch.is_grad_enabled():
+                    slots[node] = _slot(value)
+                    arrived[node] = _Arrive.apply(slots[node], value)  # type: ignore[no-untyped-call]
         results: list[Result] = []
 
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -149,20 +162,20 @@ class Execution:
             return results[0].output
 
         last = stage == program.stages.count - 1
-        with microbatch.span("forward", stage):
+        with microbatch.span("forward", stage), self._saving():
             output = microbatch.forward(run)
             roots = cast(Microbatch, microbatch).loss(output) if last and self._around is not None else None
-        kept = _Kept(arrived, dict(results[0].leaving), roots)
         for to in self._targets(program, stage):
-            leaving = [kept.leaving[node].detach() for node in program.stages.incoming[to].get(stage, ())]
+            leaving = [results[0].leaving[node].detach() for node in program.stages.incoming[to].get(stage, ())]
             if (stage, to) in program.stages.hands_on:
                 leaving.append(_generators(self._line.device))
             with microbatch.span("send", stage):
                 self._send(Message(Kind.FORWARD, stage, to, at), leaving)
-        if last:
-            self.output = output
-        if self._around is not None:
-            self._kept[stage, at] = kept
+        if self._around is None:
+            self.output = output if last else self.output
+            return
+        sent = {node: get_gradient_edge(one) for node, one in results[0].leaving.items() if one.requires_grad}
+        self._kept[stage, at] = _Kept(slots, sent, roots)
 
     def _backward(self, action: Action, final: bool) -> None:
         stage, at = action.stage, action.microbatch
@@ -180,7 +193,7 @@ class Execution:
             if kept.roots is not None:
                 microbatch.backward(kept.roots)
                 return
-            passing = [node for node in gradients if kept.leaving[node].requires_grad]
+            passing = [node for node in gradients if node in kept.leaving]
             if passing:  # a frozen stage has nothing to pass on
                 torch.autograd.backward([kept.leaving[n] for n in passing], [gradients[n] for n in passing])
 
@@ -303,8 +316,22 @@ class _Inbox:
         return True
 
 
-def _leaf(value: torch.Tensor, shape: Shape) -> torch.Tensor:
-    return value.detach().requires_grad_(shape.carries and torch.is_grad_enabled())
+def _slot(value: torch.Tensor) -> torch.Tensor:
+    """Where the gradient of a value is left: of its shape, with the memory of one number."""
+    return value.new_zeros(()).expand(value.shape).requires_grad_()
+
+
+class _Arrive(torch.autograd.Function):
+    """A value as it came. The graph holds the slot, and the value only where an operator keeps it: a leaf of its own
+    it would hold until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 def _generators(device: torch.device) -> torch.Tensor:
