@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,14 +29,15 @@ class Matches(Dataset[Batch]):
         drawn = torch.Generator().manual_seed(self.seed + index)
         person, thing = torch.randn(6, generator=drawn), torch.randn(4, generator=drawn)
         match = (person[:4] * thing).sum() > 0
-        return {"person": person, "thing": thing, "match": match.float(), "counts": 0.5 + torch.rand((), generator=drawn)}
+        counts = 0.5 + torch.rand((), generator=drawn)
+        return {"person": person, "thing": thing, "match": match.float(), "counts": counts}
 
 
 def tower(before: int, width: int, after: int, depth: int) -> nn.Sequential:
     widths = [before, *[width] * depth]
     layers: list[nn.Module] = []
-    for one, other in zip(widths, widths[1:], strict=False):
-        layers += [nn.Linear(one, other), nn.LayerNorm(other), nn.GELU()]
+    for one, other in pairwise(widths):
+        layers += [nn.Linear(one, other), nn.GELU()]
     return nn.Sequential(*layers, nn.Linear(width, after))
 
 
