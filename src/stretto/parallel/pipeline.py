@@ -133,7 +133,8 @@ class Execution:
         output = microbatch.forward(run)
         kept = _Kept(arrived, dict(results[0].leaving))
         for to in self._targets(program, stage):
-            leaving = [kept.leaving[node].detach() for node in program.stages.incoming[to].get(stage, ())]
+            nodes = program.stages.incoming[to].get(stage, ())
+            leaving = [kept.leaving[node].detach().permute(program.shapes[node].order) for node in nodes]
             if (stage, to) in program.stages.hands_on:
                 leaving.append(_generators(self._line.device))
             self._send(Message(Kind.FORWARD, stage, to, at), leaving)
@@ -215,8 +216,8 @@ class Execution:
             nodes = self._carried(program, message.to, message.source)
         else:
             nodes = list(program.stages.incoming[message.to].get(message.source, ()))
-        shapes = [program.shapes[node] for node in nodes]
-        found = [torch.empty(shape.sizes, dtype=shape.dtype, device=device) for shape in shapes]
+        forward, shapes = message.kind is Kind.FORWARD, [program.shapes[node] for node in nodes]
+        found = [torch.empty(s.sent if forward else s.sizes, dtype=s.dtype, device=device) for s in shapes]
         if message.kind is Kind.FORWARD and (message.source, message.to) in program.stages.hands_on:
             found.append(torch.empty_like(_generators(device)))
         return found
@@ -278,7 +279,7 @@ class _Inbox:
 
 
 def _leaf(value: torch.Tensor, shape: Shape) -> torch.Tensor:
-    return value.detach().requires_grad_(shape.carries and torch.is_grad_enabled())
+    return shape.restored(value).detach().requires_grad_(shape.carries and torch.is_grad_enabled())
 
 
 def _generators(device: torch.device) -> torch.Tensor:
