@@ -24,7 +24,12 @@ HELPERS = str(ROOT / "tests" / "helpers")
 SCORED = str(ROOT / "tests" / "tasks" / "scored.py")
 FOLLOWED = str(ROOT / "tests" / "tasks" / "followed.py")
 RANKING = str(ROOT / "examples" / "ranking")
-PLANS = {1: ["dp=1", "dp=1,microbatches=3"], 2: ["dp=2", "dp=2,zero=3"], 3: ["dp=3", "dp=3,zero=3"]}
+PLANS = {
+    1: ["dp=1", "dp=1,microbatches=3"],
+    2: ["dp=2", "dp=2,zero=3", "pp=2", "tp=2"],
+    3: ["dp=3", "dp=3,zero=3", "pp=3"],
+    4: ["dp=2,pp=2", "dp=2,tp=2"],
+}
 
 
 def evaluated(launcher: LocalLauncher, workers: int, **payload: Any) -> JobResult:

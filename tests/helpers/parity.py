@@ -23,6 +23,10 @@ TASKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("llama", "tests/tasks/llama.py", {}),
     ("bert", "tests/tasks/bert.py", {}),
     ("multi", "tests/tasks/multi.py", {}),
+    ("t5", "tests/tasks/t5.py", {}),
+    ("vit", "tests/tasks/vit.py", {}),
+    ("cnn_skips", "tests/tasks/cnn_skips.py", {}),
+    ("towers", "tests/tasks/towers.py", {}),
     ("mlp_dropout", "tests/tasks/mlp_dropout.py", {}),  # not in the grid: it draws random numbers
 )
 

@@ -15,6 +15,7 @@ TASK_LIBRARIES = (
     "sklearn.datasets",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
 )
 
 

@@ -82,7 +82,7 @@ def test_another_graph_of_the_model_is_cut_by_the_parameters() -> None:
     module = Skips()
     first = worked(module, ids())
     stages = stages_at(first, (first.edges[2],))
-    again = stages_like(worked(module, ids()[:2]), stages.users, 2)
+    again = stages_like(worked(module, ids()[:2]), stages.users, 2, stages.changes)
     assert again.users == stages.users
 
 
@@ -105,7 +105,57 @@ def test_layers_in_another_order_are_refused_by_name() -> None:
     assert stages.users["one.weight"] == (0,) and stages.users["two.weight"] == (1,)
     traced = trace(module.eval(), (torch.randn(2, 4),), {})
     with pytest.raises(Refused, match=r"in another order than in training: one\.bias, one\.weight"):
-        stages_like(work_of(traced, {}), stages.users, 2)
+        stages_like(work_of(traced, {}), stages.users, 2, {})
+
+
+class Counted(nn.Module):
+    """Statistics of its own between layers: no parameter says in which stage they lie. In evaluation they are read, and
+    with ``moved`` at another place."""
+
+    def __init__(self, moved: bool = False) -> None:
+        super().__init__()
+        self.moved = moved
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moved and not self.training:
+            x = x - self.mean * 2
+        for place, layer in enumerate(self.layers):
+            x = layer(x).relu()
+            if place == 1:
+                if self.training:
+                    with torch.no_grad():
+                        self.mean.mul_(0.9).add_(torch.dropout(x.detach(), 0.2, True).mean(0), alpha=0.1)
+                x = x - self.mean * 2
+        return x
+
+
+def test_what_is_changed_without_gradients_is_known_and_read_where_it_is_changed() -> None:
+    module = Counted()
+    first = worked(module, torch.randn(5, 4))
+    changes = next(at for at, node in enumerate(first.nodes) if "set_grad_enabled" in str(node.target))
+    for start in (edge for edge in first.edges if edge <= changes):
+        stages = stages_at(first, (start,))
+        assert stages.changes == {"mean": 1} and stages.draws == (1,)
+        traced = trace(module.eval(), (torch.randn(3, 4),), {})
+        work = work_of(traced, {}, stages.changes)
+        again = stages_like(work, stages.users, 2, stages.changes)
+        (reader,) = (node for node in traced.graph.graph.nodes if node.name == "mul")
+        assert reader in again.nodes[1] and reader not in again.nodes[0], "the other stage's mean is an old one"
+
+
+def test_a_buffer_that_would_be_read_where_it_is_old_is_refused_by_name() -> None:
+    module = Counted(moved=True)
+    first = worked(module, torch.randn(5, 4))
+    stages = stages_at(first, (first.edges[1],))
+    work = work_of(trace(module.eval(), (torch.randn(3, 4),), {}), {}, stages.changes)
+    with pytest.raises(Refused, match=r"in another order than in training"):
+        stages_like(work, stages.users, 2, stages.changes)
+    frozen = work_of(trace(Counted().eval(), (torch.randn(5, 4),), {}), {"layers.0.weight": True})
+    still = stages_at(frozen, (frozen.edges[1],))
+    with pytest.raises(Refused, match="another stage than in training uses or changes mean"):
+        stages_like(first, still.users, 2, still.changes)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

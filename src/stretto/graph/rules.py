@@ -311,7 +311,7 @@ def _reduced(found: Reading, node: fx.Node) -> Dims:
     """A sum, mean or extreme over some dimensions, which are needed whole."""
     dims, keep = found.of(node.args[0]), bool(_argument(node, 2, "keepdim", False))
     given = _argument(node, 1, "dim")
-    over = range(len(dims)) if given is None else [given] if isinstance(given, int) else given
+    over = [given] if isinstance(given, int) else given or range(len(dims))  # none named: all
     places = {place % max(1, len(dims)) for place in over}
     for place in places:
         found.block_dim(dims[place], f"{_name(node)} runs over it")

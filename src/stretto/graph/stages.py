@@ -9,20 +9,19 @@ used: every stage is called with the model's own arguments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import fx
 
 from stretto.errors import Refused
+from stretto.graph.effects import base_of, draws_in, schema_name, writes, written_in
 from stretto.graph.trace import Traced
 
 MESSAGE_BYTES: Final = 2**15  # that could be sent in the time that a message takes, however small it is
-_WRITES_UNSAID: Final = MappingProxyType({"aten::batch_norm": (3, 4)})  # running statistics, where it trains
 
 
 @dataclass(frozen=True)
@@ -121,18 +120,24 @@ class Stages:
         return tuple(sorted(values | set(self.hands_on)))
 
 
-def work_of(traced: Traced, trains: Mapping[str, bool]) -> Work:
-    """Sorts the operations of a graph. ``trains``: of each parameter, by name, whether it does."""
+def work_of(traced: Traced, trains: Mapping[str, bool], changing: Collection[str] = ()) -> Work:
+    """Sorts the operations of a graph.
+
+    Args:
+        trains: of each parameter, by name, whether it does.
+        changing: buffers that another graph of the model changes, so that only one stage has them as they are.
+    """
     nodes = [node for node in traced.graph.graph.nodes if node.op == "call_function"]
-    written = _written(nodes)
+    written = written_in(nodes)
     of_parameters = {node for node in traced.graph.graph.nodes if node.name in traced.parameters}
     of_arguments = {node for node in traced.graph.graph.nodes if node.name in traced.arguments}
     work: dict[fx.Node, int] = {}
     for node in nodes:
         sources = node.all_input_nodes
         parametric, fed = not of_parameters.isdisjoint(sources), not of_arguments.isdisjoint(sources)
-        changed = any(_base(one) in written for one in (node, *sources))
-        if (parametric and fed) or changed or _draws(node) or any(one in work for one in sources):
+        changed = any(base_of(one) in written for one in (node, *sources))
+        changed = changed or any(traced.buffers.get(one.name) in changing for one in sources)
+        if (parametric and fed) or changed or draws_in(node) or any(one in work for one in sources):
             work[node] = len(work)
             parametric = fed = True
         of_parameters |= {node} if parametric else set()
@@ -149,21 +154,28 @@ def stages_at(work: Work, starts: Sequence[int]) -> Stages:
     return _stages(work, of, len(starts) + 1)
 
 
-def stages_like(work: Work, users: Mapping[str, tuple[int, ...]], count: int) -> Stages:
+def stages_like(
+    work: Work, users: Mapping[str, tuple[int, ...]], count: int, changes: Mapping[str, int]
+) -> Stages:
     """The cut of another graph of the same model by which each stage uses the parameters that it used before.
 
+    Args:
+        changes: buffers that forward changed there, and the stage that did: it alone has them as they are now.
+
     Raises:
-        Refused: in this graph the parameters of one stage are used after those of a later one.
+        Refused: in this graph the parameters of one stage are used after those of a later one, or by another stage; or
+            forward changes other buffers.
     """
     of: dict[fx.Node, int] = {}
     now = 0
     for node in work.nodes:
         names = {work.traced.parameters[parameter.name] for parameter in work.parameters(node)}
-        alone = [users[name][0] for name in names if len(users[name]) == 1]
+        read = {work.traced.buffers.get(source.name, "") for source in node.all_input_nodes} & set(changes)
+        alone = [*(users[name][0] for name in names if len(users[name]) == 1), *(changes[name] for name in read)]
         if alone and (min(alone) < now or len(set(alone)) > 1):
             raise Refused(
                 "plan: with a batch of another shape, or in evaluation, the model uses its layers in another order "
-                f"than in training: {', '.join(sorted(names))}; pp can't run it in stages"
+                f"than in training: {', '.join(sorted(names | read))}; pp can't run it in stages"
             )
         for name in names:
             if now not in users[name] and not alone:  # one of several users of a tied parameter
@@ -174,7 +186,15 @@ def stages_like(work: Work, users: Mapping[str, tuple[int, ...]], count: int) ->
     for first, last in work.together:
         for node in work.nodes[first : last + 1]:
             of[node] = of[work.nodes[last]]
-    return _stages(work, of, count)
+    found = _stages(work, of, count)
+    elsewhere = [name for name, stages in found.users.items() if not set(stages) <= set(users[name])]
+    elsewhere += [name for name, stage in found.changes.items() if changes.get(name) != stage]
+    if elsewhere:
+        raise Refused(
+            "plan: with a batch of another shape, or in evaluation, another stage than in training uses or changes "
+            f"{', '.join(sorted(elsewhere))}; pp can't run it in stages"
+        )
+    return found
 
 
 def _stages(work: Work, of: Mapping[fx.Node, int], count: int) -> Stages:
@@ -198,7 +218,7 @@ def _stages(work: Work, of: Mapping[fx.Node, int], count: int) -> Stages:
                 elif node.name in traced.parameters and stage not in users[traced.parameters[node.name]]:
                     users[traced.parameters[node.name]].append(stage)
         incoming.append({source: tuple(values) for source, values in sorted(arriving.items())})
-    draws = sorted({of[node] for node in work.nodes if _draws(node)})
+    draws = sorted({of[node] for node in work.nodes if draws_in(node)})
     return Stages(
         traced,
         count,
@@ -215,7 +235,7 @@ def _changes(traced: Traced, of: Mapping[fx.Node, int], output: fx.Node) -> dict
     results: Any = output.args[0]
     found = {name: of[node] for name, node in zip(traced.mutated, results, strict=False) if node in of}
     for node, stage in of.items():
-        for base in map(_base, _writes(node)):
+        for base in map(base_of, writes(node)):
             if base.name in traced.buffers:
                 found[traced.buffers[base.name]] = stage
     return found
@@ -227,24 +247,12 @@ def _carrying(traced: Traced, trains: Mapping[str, bool]) -> frozenset[fx.Node]:
         if node.op == "placeholder":
             if trains.get(traced.parameters.get(node.name, ""), False):
                 found.add(node)
-        elif node.op == "call_function" and _schema_name(node) != "aten::detach":
+        elif node.op == "call_function" and schema_name(node) != "aten::detach":
             value = node.meta.get("val")
             differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
             if differentiable and any(source in found for source in node.all_input_nodes):
                 found.add(node)
     return frozenset(found)
-
-
-# ---- what an operation does to its tensors
-
-
-def _written(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What is changed in place, by the operation (or placeholder) that made it; and what changes it."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        for target in _writes(node):
-            found.setdefault(_base(target), []).append(node)
-    return found
 
 
 def _together(
@@ -255,7 +263,7 @@ def _together(
     family: dict[fx.Node, list[int]] = {}
     for node in work:
         for one in (node, *node.all_input_nodes):
-            base = _base(one)
+            base = base_of(one)
             if base in written:
                 family.setdefault(base, []).append(place[node])
     for base, places in family.items():
@@ -266,58 +274,6 @@ def _together(
         parts = [place[user] for user in node.users if user.target is operator.getitem and user in place]
         if parts:
             yield place[node], max(parts)
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Where the memory of a view comes from."""
-    while node.op == "call_function":
-        if node.target is operator.getitem:
-            node = node.args[0]  # type: ignore[assignment]
-            continue
-        schema = getattr(node.target, "_schema", None)
-        shown = {name for one in getattr(schema, "returns", ()) if one.alias_info for name in one.alias_info.before_set}
-        source = None
-        for at, argument in enumerate(getattr(schema, "arguments", ())):
-            if argument.alias_info is not None and shown & set(argument.alias_info.before_set):
-                source = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-        if not isinstance(source, fx.Node):
-            return node
-        node = source
-    return node
-
-
-def _writes(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation changes."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
-        return []
-    places = [at for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write]
-    if schema.name in _WRITES_UNSAID and node.args[5]:
-        places += _WRITES_UNSAID[schema.name]
-    found = []
-    for at in places:
-        value = node.args[at] if at < len(node.args) else node.kwargs.get(schema.arguments[at].name)
-        found += [value] if isinstance(value, fx.Node) else []
-    return found
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    name, arguments = _schema_name(node), [*node.args, *node.kwargs.values()]
-    if name in ("aten::dropout", "aten::dropout_", "aten::feature_dropout", "aten::alpha_dropout"):
-        return bool(arguments[1]) and bool(arguments[2])
-    if name == "aten::scaled_dot_product_attention":
-        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
-    if name in ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"):
-        return bool(node.args[5]) and bool(node.args[6])
-    return True
-
-
-def _schema_name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else str(schema.name)
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.utils.rnn import PackedSequence
 
 from stretto.data import mapped
 from stretto.errors import Refused, one_line
+from stretto.graph.effects import written_in
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,15 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
     Raises:
         Refused: what forward does depends on the data, or can't be traced.
     """
+    mapped((arguments, dict(keywords)), _same, _check_given)
     outputs: list[Any] = []
     drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
     call = _Listed(module, (arguments, dict(keywords)), outputs.append)
     call.train(module.training)
     try:
         program = _export(call)
+    except Refused:
+        raise
     except Exception as error:  # whatever the model does may fail in its own way
         raise Refused(f"the model can't be traced, so it can't be cut inside: {one_line(error)}") from error
     if drawn != (random.getstate(), numpy.random.get_state()[1].tobytes()):  # type: ignore[index]
@@ -58,12 +64,16 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
             "the model's forward draws random numbers from Python or NumPy, and a trace draws them only once; "
             "draw them from torch"
         )
+    changed = {one.name for one in written_in(program.graph.nodes)}
     first = {id(tensor): name for name, tensor in reversed(_named(module))}
     every = {f"model.{name}": tensor for name, tensor in _named(module)}
     kinds: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     flat: list[str] = []
     for spec in program.graph_signature.input_specs:
         name = spec.arg.name
+        if name in changed and spec.kind in (InputKind.USER_INPUT, InputKind.PARAMETER):
+            what = "its input" if spec.target is None else f"the parameter {spec.target.removeprefix('model.')}"
+            raise Refused(f"the model's forward changes {what} in place, which can't be cut inside")
         if spec.kind is InputKind.USER_INPUT:
             flat.append(name)
         elif spec.target is not None:
@@ -113,8 +123,33 @@ class _Listed(nn.Module):
         """The output's tensors; the tree around them is kept."""
         arguments, keywords = filled(self.given, values)
         output = self.model(*arguments, **keywords)
+        mapped(output, _same, _check_returned)
         self.note(output)
         return list(tensors_in(output))
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _check_given(node: Any) -> Any:
+    """Raises Refused for what may hold tensors that a trace would take for constants."""
+    if not isinstance(node, complex | torch.dtype | torch.device | torch.layout | slice | range | Enum):
+        raise Refused(
+            f"the model is called with a {type(node).__name__}, into which a trace can't look, so it can't be cut "
+            "inside; let inputs() give tensors, numbers, or tuples, lists, dicts and dataclasses of them"
+        )
+    return node
+
+
+def _check_returned(node: Any) -> Any:
+    held = getattr(node, "__dict__", {}).values()
+    if isinstance(node, PackedSequence) or any(isinstance(one, torch.Tensor) for one in held):
+        raise Refused(
+            f"the model returns a {type(node).__name__}, into which a trace can't look, so it can't be cut inside; let "
+            "it return tensors, or tuples, lists, dicts and dataclasses of them"
+        )
+    return node
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -26,9 +26,11 @@ from stretto.graph.cut import Cut, follow_cut, plan_cut, report
 from stretto.graph.rules import Reading, read
 from stretto.graph.stages import Stages, stages_at, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
+from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
+from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import costs_of
@@ -61,6 +63,7 @@ class Divided(Placed):
         call = manner.example.call
         with manner.surround():
             traced = trace(self._whole.train(), *call)
+            self._check_trace(traced, template, types, manner)
             cut = _cut(traced, ranks.tensor.size)
             stages = self._stages(traced, template, manner)
         count = plan.pp * max(1, plan.chunks)
@@ -79,6 +82,20 @@ class Divided(Placed):
         self._programs[_key(True, call)] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self.module.forward = self._forward(self.module.forward)
+
+    def _check_trace(
+        self, traced: Traced, template: Template, types: Mapping[str, torch.dtype], manner: Manner
+    ) -> None:
+        """By one rank, for all. Raises Refused where the graph computes something else than the model."""
+        assert manner.example is not None
+        group, said = self.ranks.everyone, ("", "")
+        if group.rank == 0:
+            copy = template.build(group.device, types)
+            said = unlike(traced, copy, template.structure, manner.example, free_bytes(group.device))
+        why, note = group.broadcast_json(said)
+        if why:
+            raise Refused(f"plan {self._plan}: {why}")
+        self.notes = (*self.notes, *([note] if note else []))
 
     # ---- what lies where
 
@@ -183,7 +200,8 @@ class Divided(Placed):
                 traced = trace(self._whole.train(self.module.training), *call)
             size = self.ranks.tensor.size
             cut = follow_cut(read(traced), traced, self._cuts, size) if size > 1 else _uncut()
-            stages = stages_like(work_of(traced, self._trains), self._users, len(self._flow.ranks))
+            work = work_of(traced, self._trains, self._changes)
+            stages = stages_like(work, self._users, len(self._flow.ranks), self._changes)
             self._programs[key] = self._program(stages, cut)
         return self._programs[key]
 
@@ -264,8 +282,9 @@ def _cut(traced: Traced, degree: int) -> Cut:
         return _uncut()
     cut = plan_cut(read(traced), traced, degree)
     if not cut.axes:
-        why = next(iter(report(cut, traced).items()), ("", ""))
-        raise Refused(f"plan: tp={degree} finds nothing to cut in this model; {why[0]}: {why[1]}")
+        whys = report(cut, traced).items()  # of a number there is nothing to say
+        said = next((f"; {name}: {why}" for name, why in whys if not why.endswith(": ")), "")
+        raise Refused(f"plan: tp={degree} finds nothing to cut in this model{said}")
     return cut
 
 

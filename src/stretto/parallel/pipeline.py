@@ -147,8 +147,8 @@ class Execution:
             if (source, stage) in program.stages.hands_on:
                 state = found.pop()
             values = program.stages.incoming[stage].get(source, ())
-            for node, value in zip(values, found, strict=True):
-                arrived[node] = value
+            for node, raw in zip(values, found, strict=True):
+                arrived[node] = value = program.shapes[node].restored(raw)
                 if program.shapes[node].carries and torch.is_grad_enabled():
                     slots[node] = _slot(value)
                     arrived[node] = _Arrive.apply(slots[node], value)  # type: ignore[no-untyped-call]
@@ -166,7 +166,8 @@ class Execution:
             output = microbatch.forward(run)
             roots = cast(Microbatch, microbatch).loss(output) if last and self._around is not None else None
         for to in self._targets(program, stage):
-            leaving = [results[0].leaving[node].detach() for node in program.stages.incoming[to].get(stage, ())]
+            nodes = program.stages.incoming[to].get(stage, ())
+            leaving = [results[0].leaving[node].detach().permute(program.shapes[node].order) for node in nodes]
             if (stage, to) in program.stages.hands_on:
                 leaving.append(_generators(self._line.device))
             with microbatch.span("send", stage):
@@ -253,8 +254,8 @@ class Execution:
             nodes = self._carried(program, message.to, message.source)
         else:
             nodes = list(program.stages.incoming[message.to].get(message.source, ()))
-        shapes = [program.shapes[node] for node in nodes]
-        found = [torch.empty(shape.sizes, dtype=shape.dtype, device=device) for shape in shapes]
+        forward, shapes = message.kind is Kind.FORWARD, [program.shapes[node] for node in nodes]
+        found = [torch.empty(s.sent if forward else s.sizes, dtype=s.dtype, device=device) for s in shapes]
         if message.kind is Kind.FORWARD and (message.source, message.to) in program.stages.hands_on:
             found.append(torch.empty_like(_generators(device)))
         return found

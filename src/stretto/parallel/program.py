@@ -20,11 +20,28 @@ from stretto.parallel.messages import Drop, Enter, Leave
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a value that passes between stages."""
+    """Of a value that passes between stages.
+
+    It arrives as it lay in memory where it was made: of another order a product or a sum in bfloat16 rounds otherwise.
+
+    Args:
+        order: its dimensions, the one with the widest steps in memory first.
+        carries: its gradient passes back.
+    """
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    carries: bool  # its gradient passes back
+    order: tuple[int, ...]
+    carries: bool
+
+    @property
+    def sent(self) -> list[int]:
+        """The sizes, in that order."""
+        return [self.sizes[dim] for dim in self.order]
+
+    def restored(self, value: torch.Tensor) -> torch.Tensor:
+        """A value that came in that order, with its dimensions in theirs."""
+        return value.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -113,6 +130,8 @@ class Program:
         shapes = {}
         for sources in stages.incoming:
             for node in (one for values in sources.values() for one in values):
-                sizes = tuple(localizer.shape(node))
-                shapes[node] = Shape(sizes, node.meta["val"].dtype, node in stages.carries)
+                value, sizes = node.meta["val"], tuple(localizer.shape(node))
+                strides = value.stride()
+                order = tuple(sorted(range(value.dim()), key=[-stride for stride in strides].__getitem__))
+                shapes[node] = Shape(sizes, value.dtype, order, node in stages.carries)
         return cls(stages, portions, shapes)

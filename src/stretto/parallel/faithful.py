@@ -1,0 +1,157 @@
+"""Whether a traced graph computes what the model does, by running both once, forward and backward.
+
+A graph has the operations that ran while it was traced. What a model does beside them is not in it: a backward of its
+own (``autograd.Function``), hooks on gradients, a count that Python keeps from call to call. Such a model would train
+under other numbers, in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from stretto.data import Generators
+from stretto.errors import one_line
+from stretto.graph.trace import Traced, filled, tensors_in
+from stretto.parallel._base import Example
+
+NEEDED: Final = 4  # times the parameters: the model's, copies of them, gradients, and something for activations
+# Of the largest: far over rounding, and far under what a hook or a backward of one's own is there for.
+TOLERANCES: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-3})
+COARSE: Final = 0.1
+_START: Final = "the model can't be cut, as a trace of it computes something else: "
+
+
+@dataclass(frozen=True)
+class _Ran:
+    output: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def unlike(
+    traced: Traced, module: nn.Module, values: nn.Module, example: Example, free: int | None
+) -> tuple[str, str]:
+    """Why the graph isn't the model, or nothing; and a note where that can't be told.
+
+    Args:
+        module: a copy of the model whose tensors are to be filled; of no other use afterwards.
+        values: what they are filled with.
+        free: bytes of memory that there are.
+    """
+    needed = NEEDED * sum(one.numel() * one.element_size() for one in module.parameters())
+    if free is not None and needed > free:
+        return "", (
+            f"whether the traced graph computes what the model does was not checked, as that takes {needed / 1e6:,.0f} "
+            f"MB and {free / 1e6:,.0f} MB are free; `stretto verify` tells"
+        )
+    before = Generators.remember()
+    try:
+        return _Both(traced, module, values, example).compare(), ""
+    finally:
+        before.restore()
+
+
+class _Both:
+    def __init__(self, traced: Traced, module: nn.Module, values: nn.Module, example: Example) -> None:
+        self._traced, self._module, self._example = traced, module.train(), example
+        self._start = Generators.remember()
+        own = {**dict(values.named_parameters()), **dict(values.named_buffers())}
+        self._buffers = {name: own[name].detach().to(one.device, one.dtype) for name, one in module.named_buffers()}
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(own[name])
+        found = [TOLERANCES.get(one.dtype, COARSE) for one in module.parameters() if one.is_floating_point()]
+        self._tolerance = max(found, default=COARSE)
+
+    def compare(self) -> str:
+        """What differs, or nothing."""
+        arguments, keywords = self._example.call
+        once = self._run(lambda: self._module(*arguments, **keywords), backward=False)
+        again = self._run(lambda: self._module(*arguments, **keywords))
+        if self._apart(once.output, again.output):
+            return (
+                f"{_START}called again, with the same weights, buffers and seeds, it gives something else. Its forward "
+                "keeps something from call to call, such as a count, and a trace has one call; keep it in a buffer"
+            )
+        try:
+            graph = self._run(self._graph)
+        except Exception as error:
+            return f"{_START}its graph fails where the model runs: {one_line(error)}"
+        return self._differs(again, graph)
+
+    def _differs(self, model: _Ran, graph: _Ran) -> str:
+        if self._apart(model.output, graph.output):
+            return f"{_START}the output differs. It must depend on forward's arguments, weights and buffers alone"
+        for name, buffer in model.buffers.items():
+            if self._apart([buffer], [graph.buffers[name]]):
+                return f"{_START}the buffer {name} is another after a forward; change it by torch's operations alone"
+        least = 1e-6 * max((float(one.abs().max()) for one in model.gradients.values() if one.numel()), default=0.0)
+        for name, gradient in model.gradients.items():
+            if self._apart([gradient], [graph.gradients[name]], least):
+                return (
+                    f"{_START}the gradient of {name} differs. The model has a backward of its own (autograd.Function, "
+                    "torch.utils.checkpoint with use_reentrant=True) or a hook on gradients; write it as operations "
+                    "that torch differentiates, or use dp with zero"
+                )
+        return ""
+
+    def _run(self, forward: Callable[[], Any], backward: bool = True) -> _Ran:
+        self._start.restore()
+        for name, buffer in self._module.named_buffers():
+            with torch.no_grad():
+                buffer.copy_(self._buffers[name])
+        self._module.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(backward):
+            output = forward()
+            if backward:
+                roots, weights = self._example.loss(output)
+                if roots:
+                    torch.autograd.backward(roots, weights)
+        return _Ran(
+            [one.detach() for one in tensors_in(output)],
+            {name: buffer.clone() for name, buffer in self._module.named_buffers()},
+            {
+                name: torch.zeros_like(one) if one.grad is None else one.grad.to_dense()
+                for name, one in self._module.named_parameters()
+                if one.requires_grad
+            },
+        )
+
+    def _graph(self) -> Any:
+        traced = self._traced
+        named = {**traced.parameters, **traced.buffers}
+        held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        arguments, keywords = self._example.call
+        given = dict(zip(traced.arguments, tensors_in((arguments, dict(keywords))), strict=True))
+        bound = [
+            held[named[n.name]] if n.name in named else given.get(n.name, traced.constants.get(n.name))
+            for n in traced.graph.graph.nodes
+            if n.op == "placeholder"
+        ]
+        found = fx.Interpreter(traced.graph).run(*bound)
+        with torch.no_grad():
+            for name, value in zip(traced.mutated, found, strict=False):
+                held[name].copy_(value)
+        return filled(traced.output, found[len(traced.mutated) :])
+
+    def _apart(self, some: Iterable[torch.Tensor], others: Iterable[torch.Tensor], least: float = 1e-12) -> bool:
+        return any(self._off(one, other, least) for one, other in zip(some, others, strict=True))
+
+    def _off(self, one: torch.Tensor, other: torch.Tensor, least: float) -> bool:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return True
+        if not one.numel() or torch.equal(one, other):
+            return False
+        if not (one.is_floating_point() or one.is_complex()):
+            return True
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        one, other = one.to(wide), other.to(wide)
+        apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
+        size = one.abs()[one.isfinite()]
+        return not float(apart.max()) <= self._tolerance * max(least, float(size.max()) if size.numel() else 0.0)

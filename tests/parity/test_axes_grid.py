@@ -1,0 +1,103 @@
+"""The grid of ``tp`` and ``pp`` with all else: kinds of models under plans of up to eight workers have one device's
+numbers, or are refused with a reason that is listed here. A fixed sample runs in `make test`, all by `make matrix`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parity import Figures, check, kinds, prove
+from stretto.launch import LocalLauncher
+
+# (kind, task, settings)
+KINDS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("gpt, tied", "gpt", {}),
+    ("llama, shared keys", "llama", {}),
+    ("bert", "bert", {}),
+    ("t5, tied", "t5", {}),
+    ("vit", "vit", {}),
+    ("u-net, batch norm", "cnn_skips", {}),
+    ("u-net, group norm", "cnn_skips", {"norm": "group"}),
+    ("lstm", "lstm", {}),
+    ("towers", "towers", {}),
+    ("multi, shared", "multi", {}),
+)
+PLANS = (
+    *("dp=3", "dp=1,microbatches=3", "dp=2,zero=1,microbatches=2", "dp=2,zero=2", "dp=3,zero=3"),
+    "dp_replicate=2,dp_shard=2",
+    *("tp=2", "tp=3", "tp=2,microbatches=2", "dp=2,tp=2"),
+    *("dp=2,tp=2,zero=1", "dp=3,tp=2,zero=2,microbatches=2", "dp=2,tp=2,zero=3"),
+    *("pp=2", "pp=3,microbatches=3", "pp=2,schedule=gpipe,microbatches=2", "pp=4,schedule=gpipe,microbatches=4"),
+    *("pp=2,schedule=interleaved,microbatches=2", "pp=2,schedule=interleaved,chunks=3,microbatches=4"),
+    "pp=3,schedule=zero-bubble,microbatches=4",
+    *("dp=2,pp=2,microbatches=2", "dp=2,pp=2,zero=2,microbatches=2", "dp=2,pp=2,zero=3", "dp=4,pp=2,zero=3"),
+    *("tp=2,pp=2,microbatches=2", "tp=2,pp=2,schedule=zero-bubble,microbatches=3"),
+    *("dp=2,tp=2,pp=2,zero=1,schedule=interleaved", "dp=2,tp=2,pp=2,zero=3,microbatches=2"),
+)
+
+
+def _batch_norm(plan: str) -> str:
+    if "microbatches" in plan:
+        return "is a BatchNorm, whose statistics are of the whole batch"
+    if "pp" in plan and "dp" in plan:
+        return "is a BatchNorm, which pp can't run over several workers' samples yet"
+    return "is a BatchNorm, which tp can't cut yet" if "tp" in plan else ""
+
+
+def _nothing_to_cut(plan: str) -> str:
+    return "finds nothing to cut in this model" if "tp" in plan else ""
+
+
+# Every refusal there is. Whatever else is refused, or is no longer, fails.
+REFUSED = {
+    "u-net, batch norm": _batch_norm,
+    "u-net, group norm": _nothing_to_cut,  # each convolution's channels are a group norm's
+    "lstm": _nothing_to_cut,
+    "multi, shared": _nothing_to_cut,
+}
+AT_LEAST = 150  # pairs of a kind and a plan that must be accepted
+# (kind, its optimizer: 0 or 1, plans) for CI, beside test_pipeline.py and test_tensor.py
+SAMPLE = (
+    ("t5, tied", 0, ("pp=2",)),
+    ("vit", 1, ("tp=2,microbatches=2",)),
+    ("u-net, batch norm", 0, ("pp=2", "tp=2")),
+    ("u-net, group norm", 1, ("pp=3,schedule=zero-bubble,microbatches=4", "tp=2")),
+    ("lstm", 0, ("pp=2,schedule=interleaved,microbatches=2", "tp=2")),
+    ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
+)
+
+
+def refusals(kind: str, plans: tuple[str, ...]) -> dict[str, str]:
+    why = REFUSED.get(kind, lambda plan: "")
+    return {plan: said for plan in plans if (said := why(plan))}
+
+
+def prove_kind(launcher: LocalLauncher, figures: Figures, kind: str, optimizer: int, plans: tuple[str, ...]) -> None:
+    name, sets = next((task, sets) for one, task, sets in KINDS if one == kind)
+    chosen = kinds(name)[optimizer]
+    check(prove(launcher, name, plans, {**sets, "kind": chosen}), f"{kind} {chosen}", figures, refusals(kind, plans))
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "plans"), SAMPLE, ids=lambda value: str(value))
+def test_a_sample_of_the_axes_has_the_numbers_of_one_device(
+    launcher: LocalLauncher, figures: Figures, kind: str, optimizer: int, plans: tuple[str, ...]
+) -> None:
+    prove_kind(launcher, figures, kind, optimizer, plans)
+
+
+def test_the_grid_of_axes_is_as_wide_as_it_says() -> None:
+    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 28)
+    accepted = sum(plan not in refusals(kind, PLANS) for kind, _, _ in KINDS for plan in PLANS)
+    assert accepted >= AT_LEAST
+    assert {plan for _, _, plans in SAMPLE for plan in plans} <= set(PLANS)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("optimizer", [0, 1])
+@pytest.mark.parametrize("kind", [kind for kind, _, _ in KINDS])
+def test_all_axes_have_the_numbers_of_one_device(
+    launcher: LocalLauncher, figures: Figures, kind: str, optimizer: int
+) -> None:
+    """Every other plan with one optimizer, the rest with the other."""
+    prove_kind(launcher, figures, kind, optimizer, PLANS[optimizer::2])
