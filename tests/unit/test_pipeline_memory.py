@@ -18,10 +18,11 @@ from stretto.graph.rules import Reading
 from stretto.graph.stages import stages_at, work_of
 from stretto.graph.trace import trace
 from stretto.parallel import Call, Roots
+from stretto.parallel.deferred import Deferred
 from stretto.parallel.offload import LEAST_BYTES, Mover
 from stretto.parallel.pipeline import Execution
 from stretto.parallel.program import Portioned, Program
-from stretto.schedule import Flow, build_schedule
+from stretto.schedule import Flow, Kind, build_schedule
 
 WIDTH = 128
 CPU = torch.device("cpu")
@@ -101,3 +102,31 @@ def test_what_passes_between_stages_is_freed_where_what_forward_keeps_is_moved(
         assert len(free) == 8 and set(free) == {frees}, "two values that leave and arrive, of two microbatches"
         found = [p.grad for p in module.parameters()]
         assert all(p is not None and torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(9, 9), lambda: nn.Conv1d(3, 3, 3, padding=1)])
+def test_weight_gradients_that_are_put_off_reach_the_weights(layer: Callable[[], nn.Module]) -> None:
+    module = nn.Sequential(layer(), nn.Tanh(), layer()).double()
+    inputs = [torch.randn(2, 3, 9, dtype=torch.float64) for _ in range(2)]
+    for x in inputs:
+        module(x).square().sum().backward()
+    expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    work = work_of(trace(module.train(), (inputs[0],), {}), {name: True for name, _ in module.named_parameters()})
+    stages = stages_at(work, (next(place + 1 for place, node in enumerate(work.nodes) if "tanh" in str(node)),))
+    alone, flow, later = Members(0, 1, CPU, None, Broken()), Flow((0, 0), stages.feeds), Deferred()
+    program = Program.build(stages, Cut(Reading(), frozenset(), 1), alone, range(2), module, later)
+
+    @contextmanager
+    def saving() -> Iterator[None]:
+        mover = Mover(CPU, module.parameters())
+        with saved_tensors_hooks(mover.pack, mover.unpack):
+            yield
+
+    schedule = build_schedule("zero-bubble", flow, 2)
+    assert any(action.kind is Kind.WEIGHT for action in schedule.actions[0])
+    batches = [Batch(x, lambda: None) for x in inputs]
+    Execution(schedule, alone, lambda call: program, batches, around, later, saving).run()
+    for p, q in zip(module.parameters(), expected, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, q)
