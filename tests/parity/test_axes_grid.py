@@ -92,6 +92,15 @@ def test_the_grid_of_axes_is_as_wide_as_it_says() -> None:
     assert {plan for _, _, plans in SAMPLE for plan in plans} <= set(PLANS)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_lower_precision_in_stages_rounds_as_one_device_does(launcher: LocalLauncher, precision: str) -> None:
+    """What a stage gets lies in memory as it did where it was made: of another layout a product rounds otherwise."""
+    sets = {"precision": precision, "steps": "2"}
+    (report,) = prove(launcher, "lstm", ("pp=2,schedule=zero-bubble,microbatches=2",), sets).plans
+    assert report.status == "passed" and report.loss_max_rel == 0.0, report
+    assert (report.grad_max_rel or 0) <= 1e-6 and (report.weight_max_rel or 0) <= 1e-6, report
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("optimizer", [0, 1])
