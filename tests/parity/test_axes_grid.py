@@ -48,11 +48,17 @@ def _nothing_to_cut(plan: str) -> str:
     return "finds nothing to cut in this model" if "tp" in plan else ""
 
 
+def _one_operation(plan: str) -> str:
+    """All its layers are one operation, between an embedding and a head."""
+    many = "interleaved" in plan or "pp=4" in plan
+    return _nothing_to_cut(plan) or ("the model can be cut into 3" if many else "")
+
+
 # Every refusal there is. Whatever else is refused, or is no longer, fails.
 REFUSED = {
     "u-net, batch norm": _batch_norm,
     "u-net, group norm": _nothing_to_cut,  # each convolution's channels are a group norm's
-    "lstm": _nothing_to_cut,
+    "lstm": _one_operation,
     "multi, shared": _nothing_to_cut,
 }
 AT_LEAST = 150  # pairs of a kind and a plan that must be accepted
@@ -62,7 +68,7 @@ SAMPLE = (
     ("vit", 1, ("tp=2,microbatches=2",)),
     ("u-net, batch norm", 0, ("pp=2", "tp=2")),
     ("u-net, group norm", 1, ("pp=3,schedule=zero-bubble,microbatches=4", "tp=2")),
-    ("lstm", 0, ("pp=2,schedule=interleaved,microbatches=2", "tp=2")),
+    ("lstm", 0, ("pp=2,schedule=gpipe,microbatches=2", "tp=2")),
     ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
 )
 

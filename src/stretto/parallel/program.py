@@ -131,6 +131,7 @@ class Program:
         for sources in stages.incoming:
             for node in (one for values in sources.values() for one in values):
                 value, sizes = node.meta["val"], tuple(localizer.shape(node))
-                order = tuple(sorted(range(value.dim()), key=lambda dim, value=value: -value.stride(dim)))
+                steps = [-step for step in value.stride()]
+                order = tuple(sorted(range(value.dim()), key=steps.__getitem__))
                 shapes[node] = Shape(sizes, value.dtype, order, node in stages.carries)
         return cls(stages, portions, shapes)
