@@ -48,11 +48,17 @@ def _nothing_to_cut(plan: str) -> str:
     return "finds nothing to cut in this model" if "tp" in plan else ""
 
 
+def _one_operation(plan: str) -> str:
+    """All its layers are one operation, between an embedding and a head."""
+    many = "interleaved" in plan or "pp=4" in plan
+    return _nothing_to_cut(plan) or ("the model can be cut into 3" if many else "")
+
+
 # Every refusal there is. Whatever else is refused, or is no longer, fails.
 REFUSED = {
     "u-net, batch norm": _batch_norm,
     "u-net, group norm": _nothing_to_cut,  # each convolution's channels are a group norm's
-    "lstm": _nothing_to_cut,
+    "lstm": _one_operation,
     "multi, shared": _nothing_to_cut,
 }
 AT_LEAST = 150  # pairs of a kind and a plan that must be accepted
@@ -62,7 +68,7 @@ SAMPLE = (
     ("vit", 1, ("tp=2,microbatches=2",)),
     ("u-net, batch norm", 0, ("pp=2", "tp=2")),
     ("u-net, group norm", 1, ("pp=3,schedule=zero-bubble,microbatches=4", "tp=2")),
-    ("lstm", 0, ("pp=2,schedule=interleaved,microbatches=2", "tp=2")),
+    ("lstm", 0, ("pp=2,schedule=gpipe,microbatches=2", "tp=2")),
     ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
 )
 
@@ -90,6 +96,15 @@ def test_the_grid_of_axes_is_as_wide_as_it_says() -> None:
     accepted = sum(plan not in refusals(kind, PLANS) for kind, _, _ in KINDS for plan in PLANS)
     assert accepted >= AT_LEAST
     assert {plan for _, _, plans in SAMPLE for plan in plans} <= set(PLANS)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_lower_precision_in_stages_rounds_as_one_device_does(launcher: LocalLauncher, precision: str) -> None:
+    """What a stage gets lies in memory as it did where it was made: of another layout a product rounds otherwise."""
+    sets = {"precision": precision, "steps": "2"}
+    (report,) = prove(launcher, "lstm", ("pp=2,schedule=zero-bubble,microbatches=2",), sets).plans
+    assert report.status == "passed" and report.loss_max_rel == 0.0, report
+    assert (report.grad_max_rel or 0) <= 1e-6 and (report.weight_max_rel or 0) <= 1e-6, report
 
 
 @pytest.mark.matrix

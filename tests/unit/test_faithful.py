@@ -53,6 +53,10 @@ class Odd(nn.Module):
         h = torch.tanh(self.first(x))
         if self.kind == "function":
             h = Reversed.apply(h)  # type: ignore[no-untyped-call]
+        if self.kind == "no number":
+            h = h * float("nan")
+        if self.kind == "branch" and h.sum() > 0:
+            h = h * 2
         if self.kind == "tensor hook" and h.requires_grad:
             h.register_hook(lambda gradient: 0.1 * gradient)
         if self.kind == "count":
@@ -96,7 +100,7 @@ def said(module: nn.Module, free: int | None = None, dtype: torch.dtype = torch.
     return found
 
 
-@pytest.mark.parametrize("kind", ["plain", "cache", "running", "teacher", "spectral", "checkpoint"])
+@pytest.mark.parametrize("kind", ["plain", "cache", "running", "teacher", "spectral", "checkpoint", "no number"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_the_graph_has_is_let_through(kind: str, dtype: torch.dtype) -> None:
     if (kind, dtype) == ("spectral", torch.bfloat16):
@@ -171,6 +175,12 @@ def test_what_a_trace_would_take_for_a_constant_is_refused(kind: str, why: str) 
 def test_what_can_be_looked_into_is_traced() -> None:
     found = trace(Wrapped("known"), (torch.randn(4, WIDTH),), {"scale": 2})
     assert isinstance(found.output, Known) and found.output.name == "known"
+
+
+def test_a_branch_on_the_data_is_refused_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Refused, match=r"depends on the numbers that it is given \(test_faithful.py, line \d+: if self"):
+        trace(Odd("branch").train(), (torch.randn(4, WIDTH),), {})
+    assert not capsys.readouterr().out, "torch prints pages of its graph"
 
 
 def test_a_parameter_that_forward_changes_is_refused_by_name() -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from enum import Enum
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -58,7 +63,7 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
     except Refused:
         raise
     except Exception as error:  # whatever the model does may fail in its own way
-        raise Refused(f"the model can't be traced, so it can't be cut inside: {one_line(error)}") from error
+        raise Refused(f"the model can't be traced, so it can't be cut inside: {_why(error)}") from error
     if drawn != (random.getstate(), numpy.random.get_state()[1].tobytes()):  # type: ignore[index]
         raise Refused(
             "the model's forward draws random numbers from Python or NumPy, and a trace draws them only once; "
@@ -101,13 +106,29 @@ def _export(call: _Listed) -> torch.export.ExportedProgram:
     """Once more where torch has taken a tensor of its own making for a constant: seen once in some hundreds of traces,
     of a model without constants (torch 2.13), for no reason that was found; the same test passed when it ran again.
     """
-    given = (list(tensors_in(call.given)),)
-    try:
-        return torch.export.export(call, given, strict=False)
-    except Exception as error:
-        if "fake tensor in the exported program constant" not in str(error):
-            raise
-        return torch.export.export(call, given, strict=False)
+    given, printed = (list(tensors_in(call.given)),), StringIO()
+    with redirect_stdout(printed):  # where it fails, torch prints the whole graph
+        try:
+            found = torch.export.export(call, given, strict=False)
+        except Exception as error:
+            if "fake tensor in the exported program constant" not in str(error):
+                raise
+            found = torch.export.export(call, given, strict=False)
+    sys.stdout.write(printed.getvalue())
+    return found
+
+
+def _why(error: Exception) -> str:
+    """Of torch's page on a choice by the data: what chooses, and where."""
+    text = str(error)
+    if "data-dependent" not in text:
+        return one_line(error)
+    places = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', text)
+    where = f" ({Path(places[-1][0]).name}, line {places[-1][1]}: {places[-1][2].strip()})" if places else ""
+    return (
+        f"what forward does, or a shape in it, depends on the numbers that it is given{where}; use torch.where in "
+        "place of a branch"
+    )
 
 
 class _Listed(nn.Module):

@@ -91,7 +91,7 @@ class _Both:
         for name, buffer in model.buffers.items():
             if self._apart([buffer], [graph.buffers[name]]):
                 return f"{_START}the buffer {name} is another after a forward; change it by torch's operations alone"
-        least = 1e-6 * max((float(one.abs().max()) for one in model.gradients.values() if one.numel()), default=0.0)
+        least = 1e-6 * max(map(_largest, model.gradients.values()), default=0.0)
         for name, gradient in model.gradients.items():
             if self._apart([gradient], [graph.gradients[name]], least):
                 return (
@@ -153,5 +153,10 @@ class _Both:
         wide = torch.complex128 if one.is_complex() else torch.float64
         one, other = one.to(wide), other.to(wide)
         apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
-        size = one.abs()[one.isfinite()]
-        return not float(apart.max()) <= self._tolerance * max(least, float(size.max()) if size.numel() else 0.0)
+        return not float(apart.max()) <= self._tolerance * max(least, _largest(one))
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude that is a number."""
+    sizes = values.abs()[values.isfinite()]
+    return float(sizes.max()) if sizes.numel() else 0.0
