@@ -80,6 +80,7 @@ class Manner:
         recompute: which activations backward computes again: ``none``, ``selective`` or ``full``.
         surround: what surrounds forward, and so what of it is computed again.
         example: one microbatch, for layouts that trace the model and measure it.
+        starts: where stages begin, as another layout of the same model has found; None: by measurement.
     """
 
     compute: torch.dtype = torch.float32
@@ -88,6 +89,7 @@ class Manner:
     recompute: str = "none"
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Example | None = None
+    starts: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from stretto.comm.members import Members
 from stretto.graph.trace import tensors_in
 from stretto.parallel._base import Around, Call, Microbatch, Roots
 from stretto.parallel.deferred import Deferred, work_off
-from stretto.parallel.program import Program, Result, Shape
+from stretto.parallel.program import Looker, Program, Result, Shape
 from stretto.schedule import Action, Kind, Schedule
 
 AHEAD: Final = 2  # messages of one rank that are received before they are asked for
@@ -68,6 +68,7 @@ class Execution:
         microbatches: as many as the schedule has.
         around: surrounds each backward; None: forward alone.
         deferred: takes weight gradients that a schedule puts off.
+        looker: is shown what every operation of forward gives.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Execution:
         microbatches: Sequence[Forwarded],
         around: Around | None = None,
         deferred: Deferred | None = None,
+        looker: Looker | None = None,
     ) -> None:
+        self._looker = looker
         self._schedule, self._line, self._program = schedule, line, program
         self._microbatches, self._around = microbatches, around
         self._deferred = deferred or Deferred()
@@ -124,10 +127,12 @@ class Execution:
         results: list[Result] = []
 
         def run(*arguments: Any, **keywords: Any) -> Any:
+            given = list(tensors_in((arguments, keywords)))
+            if self._looker is not None:
+                self._looker.enter(stage, at, program, given)
             if state is not None:
                 _set_generators(state, self._line.device)
-            given = list(tensors_in((arguments, keywords)))
-            results.append(program.portions[stage].run(given, list(arrived.values())))
+            results.append(program.portions[stage].run(given, list(arrived.values()), self._looker))
             return results[0].output
 
         output = microbatch.forward(run)
