@@ -45,7 +45,7 @@ def prepare(payload: Payload, report: Callable[[Payload], None]) -> Prepared:
 
 
 def work(payload: Payload, context: WorkerContext) -> Payload:
-    """A worker's entry. Returns ``facts``, ``seen``, ``starts`` and ``notes`` by name; of a refused plan ``refused``, why.
+    """A worker's entry. Returns ``facts``, ``seen``, ``starts`` and ``notes``, or ``refused``, why the plan is.
 
     ``payload["plant"]`` may name functions ``module:function``, with commas between them, that are called with the rank
     first: faults to be found, planted in this process only. ``payload["look"]`` may be a step, the last one
