@@ -24,7 +24,7 @@ def case(planted: Planted) -> ParameterSet:
     return pytest.param(planted, id=f"{planted.fault}-{planted.plan.replace('=', '')}", marks=marks)
 
 
-@pytest.mark.parametrize("planted", map(case, ALL))
+@pytest.mark.parametrize("planted", [case(one) for one in ALL])
 def test_a_planted_fault_is_caught_and_located(launcher: LocalLauncher, planted: Planted) -> None:
     report = verify(
         ROOT / planted.task,
