@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from planted import Planted
+from planting import CUT, Planted
 
-CUT = (("depth", "1"), ("width", "32"), ("context", "16"), ("heads", "4"), ("batch", "4"))
 SIX = (("depth", "2"), ("width", "32"), ("context", "16"), ("heads", "2"), ("batch", "6"), ("steps", "3"))
 GPT, SKIPS, DIGITS = "examples/gpt", "tests/tasks/skips.py", "examples/digits"
 EVEN = "stretto.testing.conditions:even_stages"

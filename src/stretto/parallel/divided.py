@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Pl
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.flats import Flats
-from stretto.parallel.layout import Placed, buffer_slices, check_frozen, export_places
+from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import costs_of
 from stretto.parallel.pipeline import Execution
 from stretto.parallel.program import Looker, Program
@@ -72,10 +72,11 @@ class Divided(Placed):
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         _replace(self.module, self._parts)
-        self._places = self._settle(template)
+        self._places = self._offloaded.places(self._settle(template))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
-        self._schedule = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self.schedule = self._order if plan.pp > 1 else None
         self._programs[_key(True, call)] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self.module.forward = self._forward(self.module.forward)
@@ -92,7 +93,7 @@ class Divided(Placed):
         found = (
             costs_of(work, self._whole, template.structure, manner.example) if self.ranks.everyone.rank == 0 else None
         )
-        costs = self.ranks.everyone.broadcast_json(found)
+        costs = [sum(both) for both in self.ranks.everyone.broadcast_json(found)]
         self.starts = balanced(costs, work.edges, work.crossing_bytes(), count)
         return stages_at(work, self.starts)
 
@@ -163,8 +164,8 @@ class Divided(Placed):
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
-        line, deferred = self.ranks.line, self._deferred
-        Execution(self._schedule, line, self._of, microbatches, around, deferred, self._looker).run()
+        line, saving, looker = self.ranks.line, self._offloaded.saving, self._looker
+        Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
 
     def watch(self, looker: Looker | None) -> None:
         """From now on ``looker`` is shown what training computes, until another one is, or None."""
@@ -195,7 +196,7 @@ class Divided(Placed):
 
     def _program(self, stages: Stages, cut: Cut) -> Program:
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
-        splits = any(action.kind is Kind.WEIGHT for action in self._schedule.actions[self.ranks.line.rank])
+        splits = any(action.kind is Kind.WEIGHT for action in self._order.actions[self.ranks.line.rank])
         later = self._deferred if splits else None
         return Program.build(stages, cut, self.ranks.tensor, here, self.module, later)
 
@@ -210,7 +211,7 @@ class Divided(Placed):
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; gradients are left to the sync rule."""
         yield
-        check_frozen(self._frozen)
+        self._check()
         self._flats.check()
 
     def _bring(self) -> None:
@@ -238,6 +239,10 @@ class _Once:
         """What ``run`` gives."""
         arguments, keywords = self._call
         return run(*arguments, **keywords)
+
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Nothing is noted."""
+        return nullcontext()
 
 
 def _forward_only(flow: Flow) -> Schedule:

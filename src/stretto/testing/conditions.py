@@ -47,4 +47,11 @@ def even_stages(rank: int) -> None:
     """Every operation costs the same, so that a model is always cut into the same stages."""
     from stretto.parallel import divided
 
-    vars(divided)["costs_of"] = lambda work, *_: [1.0] * len(work.nodes)
+    vars(divided)["costs_of"] = lambda work, *_: [(1.0, 1.0)] * len(work.nodes)
+
+
+def host_apart(rank: int) -> None:
+    """The device counts as another than the host, and nothing is too small to move, so that offloading moves things."""
+    from stretto.parallel import offload
+
+    vars(offload).update(is_host=lambda device: False, LEAST_BYTES=1)

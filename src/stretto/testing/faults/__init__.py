@@ -23,6 +23,7 @@ from stretto.testing.faults.measures import (
     norm_of_own_shards,
     unclipped,
 )
+from stretto.testing.faults.offload import memory_taken_for_another, weights_left_on_the_host
 from stretto.testing.faults.precision import (
     clipped_while_scaled,
     no_masters,
@@ -98,6 +99,7 @@ __all__ = [
     "lost_group",
     "lost_sparse_rows",
     "lost_weight_gradients",
+    "memory_taken_for_another",
     "microbatch_weighted_twice",
     "missed_gradient",
     "neighbours_parameter",
@@ -135,6 +137,7 @@ __all__ = [
     "values_of_another_microbatch",
     "values_rounded_on_their_way",
     "weight_gradients_made_twice",
+    "weights_left_on_the_host",
     "wrong_divisor",
     "wrong_stage_answers_for_the_loss",
 ]
