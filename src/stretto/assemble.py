@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -102,11 +103,13 @@ def assemble(
     source: StateSource | None = None,
     forced: bool = False,
     dataset: Any = None,
+    starts: Sequence[int] | None = None,
 ) -> Machinery:
     """Lays the template out over ``group`` and fills it from ``source`` (default: the template's first values).
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
     ``dataset`` gives samples for an example, where the plan wants the model traced; by default the task's own.
+    ``starts``: where stages begin, for the same ones as another machinery had; by default that is measured.
     ``forced``: the user trains on knowing that the plan changes the numbers.
     """
     whole_tensors = needs_whole_tensors(task, plan, forced)
@@ -126,7 +129,7 @@ def assemble(
     example = example_of(task, plan, template, dataset) if plan.tp * plan.pp > 1 else None
     surround = partial(computing, task.recipe.precision, group.device.type)
     lower = compute if narrow else torch.float32
-    manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example)
+    manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example, starts)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied)

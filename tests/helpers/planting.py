@@ -32,3 +32,4 @@ class Planted:
     rank: int | None = None
     by: float | None = None
     under: str | None = None  # a condition
+    matrix: bool = False  # left to `make matrix`

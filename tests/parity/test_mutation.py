@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from planted import PLANTED, Planted
+from planted_axes import AXES
 from stretto.launch import LocalLauncher
 from stretto.testing import faults
 from stretto.verify import verify
@@ -14,7 +16,15 @@ from stretto.verify import verify
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.fault)
+ALL = (*PLANTED, *AXES)
+
+
+def case(planted: Planted) -> ParameterSet:
+    marks = [pytest.mark.matrix] if planted.matrix else []
+    return pytest.param(planted, id=f"{planted.fault}-{planted.plan.replace('=', '')}", marks=marks)
+
+
+@pytest.mark.parametrize("planted", [case(one) for one in ALL])
 def test_a_planted_fault_is_caught_and_located(launcher: LocalLauncher, planted: Planted) -> None:
     report = verify(
         ROOT / planted.task,
@@ -36,5 +46,5 @@ def test_a_planted_fault_is_caught_and_located(launcher: LocalLauncher, planted:
 
 
 def test_every_fault_there_is_is_planted() -> None:
-    assert sorted(faults.__all__) == sorted(planted.fault for planted in PLANTED)
+    assert set(faults.__all__) == {planted.fault for planted in ALL}
     assert len(faults.__all__) >= 26

@@ -15,8 +15,10 @@ from stretto.graph.axes import Axis, leaves
 from stretto.graph.cut import Cut
 from stretto.graph.rules import _argument, _each, _name
 from stretto.graph.stages import Stages
+from stretto.state import Part
 
 ENTER, LEAVE, DROP = "enter", "leave", "drop"
+WHOLE: Final = "whole"
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Portion:
     """What one rank runs of the graph at a time: one stage of it, on its parts of the tensors.
 
     Args:
-        graph: gives the new values of ``mutated``, then ``leaving``, then, of the last stage, the model's output.
+        graph: each of its nodes that stands for one of the traced graph names it in ``meta[WHOLE]``. Gives the new
+            values of ``mutated``, then ``leaving``, then, of the last stage, the model's output.
         bound: its placeholders, but for the last: names in the traced graph, of parameters, buffers, constants and
             arguments.
         arriving: its last placeholders: values of other stages.
@@ -79,6 +82,8 @@ class Localizer:
                 held[str(node.target)] = getattr(traced.graph, str(node.target))
         for node in nodes:
             self._env[node] = self._copy(node)
+        for node, new in self._env.items():
+            new.meta[WHOLE] = node
         given = [None if node is None else self._env[node] for node in (*mutated.values(), *leaving, *output)]
         self._new.output(given)
         graph = fx.GraphModule({**modules, **held}, self._new)
@@ -99,6 +104,10 @@ class Localizer:
     def shape(self, node: fx.Node) -> list[int]:
         """Of a value as it lies on this rank."""
         return self.local_shape(node) if self._cut.axes else [int(size) for size in node.meta["val"].shape]
+
+    def part_of(self, node: fx.Node) -> Part | None:
+        """What of a value lies on this rank; None: all of it."""
+        return self._cut.part(self._cut.reading.of(node), self._rank) if self._axis(node) is not None else None
 
     def _axis(self, node: fx.Node) -> Axis | None:
         if not self._cut.axes:

@@ -83,6 +83,7 @@ class Manner:
         offload: what lies on the host: ``none``, ``optimizer``, ``activations`` or ``all``.
         surround: what surrounds forward, and so what of it is computed again.
         example: one microbatch, for layouts that trace the model and measure it.
+        starts: where stages begin, as another layout of the same model has found; None: by measurement.
     """
 
     compute: torch.dtype = torch.float32
@@ -92,6 +93,7 @@ class Manner:
     offload: str = "none"
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Example | None = None
+    starts: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

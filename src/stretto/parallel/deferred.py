@@ -63,6 +63,7 @@ def defer(graph: fx.GraphModule, weights: set[str], deferred: Deferred) -> None:
                 new = graph.graph.call_module("convolution_deferred", node.args)
             else:
                 continue
+        new.meta = node.meta
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)
     graph.recompile()

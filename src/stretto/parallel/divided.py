@@ -35,7 +35,7 @@ from stretto.parallel.flats import Flats
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import costs_of
 from stretto.parallel.pipeline import Execution
-from stretto.parallel.program import Program
+from stretto.parallel.program import Looker, Program
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
@@ -45,7 +45,7 @@ _NOTHING: Final = torch.empty(0)
 
 
 class Divided(Placed):
-    """A rank's part of every layer of its stages.
+    """A rank's part of every layer of its stages; ``starts`` says where these begin.
 
     Raises:
         Refused: the model can't be traced, or can't be cut as the plan says.
@@ -59,6 +59,7 @@ class Divided(Placed):
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
+        self._looker: Looker | None = None
         assert manner.example is not None
         call = manner.example.call
         with manner.surround():
@@ -102,14 +103,16 @@ class Divided(Placed):
     def _stages(self, traced: Traced, template: Template, manner: Manner) -> Stages:
         """The first graph in stages that take as long as one another, by one rank's measurement."""
         work, count = work_of(traced, self._trains), self._plan.pp * max(1, self._plan.chunks)
-        if count == 1:
-            return stages_at(work, ())
+        if count == 1 or manner.starts is not None:
+            self.starts = tuple(manner.starts or ())
+            return stages_at(work, self.starts)
         assert manner.example is not None
         found = (
             costs_of(work, self._whole, template.structure, manner.example) if self.ranks.everyone.rank == 0 else None
         )
         costs = [sum(both) for both in self.ranks.everyone.broadcast_json(found)]
-        return stages_at(work, balanced(costs, work.edges, work.crossing_bytes(), count))
+        self.starts = balanced(costs, work.edges, work.crossing_bytes(), count)
+        return stages_at(work, self.starts)
 
     def _ranks_of(self, name: str, template: Template) -> tuple[int, ...]:
         """The ranks of the pipeline that hold a parameter. One that no stage can be without a part of is everywhere."""
@@ -178,8 +181,12 @@ class Divided(Placed):
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
-        saving = self._offloaded.saving
-        Execution(self._order, self.ranks.line, self._of, microbatches, around, self._deferred, saving).run()
+        line, saving, looker = self.ranks.line, self._offloaded.saving, self._looker
+        Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
+
+    def watch(self, looker: Looker | None) -> None:
+        """From now on ``looker`` is shown what training computes, until another one is, or None."""
+        self._looker = looker
 
     def _forward(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Forward alone, of one batch; its output comes out where the last stage is, elsewhere None does."""

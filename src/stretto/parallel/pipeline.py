@@ -27,7 +27,7 @@ from stretto.comm.members import Members
 from stretto.graph.trace import tensors_in
 from stretto.parallel._base import Around, Call, Microbatch, Roots
 from stretto.parallel.deferred import Deferred, work_off
-from stretto.parallel.program import Program, Result
+from stretto.parallel.program import Looker, Program, Result
 from stretto.schedule import Action, Kind, Schedule
 
 AHEAD: Final = 2  # messages of one rank that are received before they are asked for
@@ -90,6 +90,7 @@ class Execution:
         around: surrounds each backward; None: forward alone.
         deferred: takes weight gradients that a schedule puts off.
         saving: surrounds each forward and loss, and what they keep for backward.
+        looker: is shown what every operation of forward gives.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Execution:
         around: Around | None = None,
         deferred: Deferred | None = None,
         saving: Callable[[], AbstractContextManager[None]] = nullcontext,
+        looker: Looker | None = None,
     ) -> None:
+        self._looker = looker
         self._schedule, self._line, self._program = schedule, line, program
         self._microbatches, self._around, self._saving = microbatches, around, saving
         self._deferred = deferred or Deferred()
@@ -155,10 +158,12 @@ class Execution:
         results: list[Result] = []
 
         def run(*arguments: Any, **keywords: Any) -> Any:
+            given = list(tensors_in((arguments, keywords)))
+            if self._looker is not None:
+                self._looker.enter(stage, at, program, given)
             if state is not None:
                 _set_generators(state, self._line.device)
-            given = list(tensors_in((arguments, keywords)))
-            results.append(program.portions[stage].run(given, list(arrived.values())))
+            results.append(program.portions[stage].run(given, list(arrived.values()), self._looker))
             return results[0].output
 
         last = stage == program.stages.count - 1

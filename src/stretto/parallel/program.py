@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
-from stretto.graph.localize import DROP, ENTER, LEAVE, Localizer, Portion
+from stretto.graph.localize import DROP, ENTER, LEAVE, WHOLE, Localizer, Portion
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
 from stretto.parallel.deferred import Deferred, defer
@@ -57,6 +57,32 @@ class Result:
     output: Any = None
 
 
+class Looker(Protocol):
+    """Looks at what the operations of a rank's stages are given and give; it changes nothing."""
+
+    def enter(self, stage: int, microbatch: int, program: Program, given: Sequence[torch.Tensor]) -> None:
+        """A stage begins forward of a microbatch of the step, called with ``given``. The generators are as a
+        microbatch begins, before another stage's state is taken over."""
+
+    def see(self, node: fx.Node, value: Any, arrived: bool) -> None:
+        """What ``node`` of the whole graph is here: made here, or ``arrived`` from another stage."""
+
+
+class _Watched(fx.Interpreter):
+    """Runs a stage's graph one operation at a time, and shows each."""
+
+    def __init__(self, portion: Portion, looker: Looker) -> None:
+        super().__init__(portion.graph)
+        self._arriving, self._looker = frozenset(portion.arriving), looker
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value."""
+        value = super().run_node(n)
+        if (node := n.meta.get(WHOLE)) is not None:
+            self._looker.see(node, value, node in self._arriving)
+        return value
+
+
 class Portioned:
     """One stage on this rank, its parameters and buffers bound to it once."""
 
@@ -72,10 +98,13 @@ class Portioned:
         ]
         self._mutated = [held[name] for name in portion.mutated]
 
-    def run(self, given: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Result:
+    def run(
+        self, given: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], looker: Looker | None = None
+    ) -> Result:
         """``given``: the tensors of the model's arguments; ``arriving``: what other stages sent, in order."""
         bound = [given[one] if isinstance(one, int) else one for one in self._bound]
-        found = self._portion.graph(*bound, *arriving)
+        run = self._portion.graph if looker is None else _Watched(self._portion, looker).run
+        found = run(*bound, *arriving)
         changed, leaving = len(self._mutated), len(self._portion.leaving)
         with torch.no_grad():
             for buffer, value in zip(self._mutated, found, strict=False):
@@ -97,9 +126,11 @@ class Program:
         stages: of the whole graph.
         portions: of the stages that run here.
         shapes: of every value that passes between any two stages, on this rank.
+        localizer: knows what part of each value lies here.
     """
 
     stages: Stages
+    localizer: Localizer
     portions: Mapping[int, Portioned]
     shapes: Mapping[fx.Node, Shape]
 
@@ -134,4 +165,4 @@ class Program:
                 steps = [-step for step in value.stride()]
                 order = tuple(sorted(range(value.dim()), key=steps.__getitem__))
                 shapes[node] = Shape(sizes, value.dtype, order, node in stages.carries)
-        return cls(stages, portions, shapes)
+        return cls(stages, localizer, portions, shapes)

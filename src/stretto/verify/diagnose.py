@@ -264,7 +264,8 @@ def _after(step: int, what: What, case: Case, kinds: tuple[Kind, ...]) -> Diverg
         side = "this plan" if missing[0][1].missing == "plan" else "one device"
         return _worst(step, what, missing, f"{side} keeps no such state: a parameter was reached here, not there")
     if all(fact.kind == "buffer" for _, fact in wrong):
-        return _worst(step, what, wrong, "forward updates this buffer from a rank's share of the batch alone")
+        likely = "forward updates this buffer from a rank's share of the batch alone"
+        return _worst(step, what, wrong, f"{likely}, or another stage's was taken")
     if _is_rounding(case, wrong):
         likely = f"this is the rounding of {case.record.dtype}: the copies are updated, not float32 masters"
         return _worst(step, what, wrong, likely)

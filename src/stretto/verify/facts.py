@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+Sort = Literal["parameter", "made", "arrived"]
 Kind = Literal["gradient", "weight", "buffer", "state"]
 
 
@@ -131,6 +132,32 @@ class StepFacts:
     weights: float = 0.0
     state: float = 0.0
     tensors: tuple[TensorFact, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """The first value of one rank's forward that isn't one device's.
+
+    Args:
+        place: in the traced graph, the same on every rank.
+        kind: a parameter (or buffer) that the rank computes with; what it made; or what came from another stage.
+        name: of the parameter, or of the module in whose forward the operation is; empty for the model's own.
+        operation: empty for a parameter.
+        microbatch: counted from 0.
+        by: largest difference over the largest magnitude of the value on one device.
+    """
+
+    place: int
+    kind: Sort
+    name: str
+    operation: str
+    microbatch: int
+    by: float
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """What was computed first comes first: a value is made before it arrives."""
+        return self.place, self.kind == "arrived", self.microbatch
 
 
 @dataclass(frozen=True, kw_only=True)

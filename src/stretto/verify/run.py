@@ -16,7 +16,8 @@ from stretto.plan import Plan
 from stretto.preload import BY_TRACE
 from stretto.task import resolve_task_path
 from stretto.verify.diagnose import first_divergence
-from stretto.verify.facts import RankFacts, ReferenceRecord
+from stretto.verify.facts import RankFacts, ReferenceRecord, Sighting
+from stretto.verify.place import bound_for, down_to, located
 from stretto.verify.report import Divergence, PlanReport, VerifyReport
 from stretto.verify.tolerances import NAMES
 
@@ -129,6 +130,8 @@ class _Prover:
         )
         result = self._run(job, quiet=True)
         report = judge(text, record, result, plan)
+        starts = next((found["starts"] for found in result.results.values() if found and "starts" in found), None)
+        report = self._located(report, plan, replace(job, payload={**job.payload, "starts": starts}), record)
         if report.status == "passed" and record.random and pieces > 1:
             reason = "forward draws random numbers, which belong to a batch's pieces: equal to one device with as many"
             report = replace(report, reason=f"{reason} (dp=1,microbatches={pieces})")
@@ -139,6 +142,20 @@ class _Prover:
             notes = next(found["notes"] for found in result.results.values() if found is not None)
             report = replace(report, reason="\n".join(filter(None, (report.reason, *notes))) or None)
         return report
+
+    def _located(self, report: PlanReport, plan: Plan, job: Job, record: ReferenceRecord) -> PlanReport:
+        """Says where in forward a plan that cuts the model parts from one device: by that step once more, looked at."""
+        found = report.first_divergence
+        if found is None or found.what != "loss" or plan.tp * plan.pp == 1:
+            return report
+        look = [found.step, bound_for(found, record)]
+        again = self._run(replace(job, payload={**job.payload, "look": look}), quiet=True)
+        seen: dict[int, Sighting | None] = {}
+        for returned in again.results.values():
+            if returned is not None and "seen" in returned:
+                seen[returned["facts"]["rank"]] = None if returned["seen"] is None else Sighting(**returned["seen"])
+        named = located(found, seen, plan)
+        return replace(report, reason=str(named), first_divergence=named)
 
     def _run_reference(self, pieces: int) -> _Reference:
         folder = self._folder / f"one-device-{pieces}"
@@ -172,6 +189,8 @@ def judge(text: str, record: ReferenceRecord, result: JobResult, plan: Plan) -> 
         return PlanReport(plan=text, status="failed", reason=reason)
     ranks = [RankFacts.from_json(found["facts"]) for found in returned]
     divergence = first_divergence(record, ranks)
+    if divergence is not None and divergence.what == "gradient":
+        divergence = down_to(divergence, ranks)
     if divergence is not None:
         divergence = replace(divergence, likely=divergence.likely + _more_likely(divergence, plan))
     left_out: dict[str, int] = {}

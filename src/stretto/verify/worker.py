@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import Dataset
 
@@ -21,8 +21,8 @@ from stretto.parallel import Template
 from stretto.plan import Plan
 from stretto.step import Stepper
 from stretto.task import Task, load_task
-from stretto.verify.facts import RankFacts
 from stretto.verify.feed import Feed, WatchedDataset, WatchedFeeder, WatchedSync
+from stretto.verify.locate import Locator, Watchable
 from stretto.verify.recorded import Recorded
 from stretto.verify.witness import Witness
 
@@ -45,29 +45,30 @@ def prepare(payload: Payload, report: Callable[[Payload], None]) -> Prepared:
 
 
 def work(payload: Payload, context: WorkerContext) -> Payload:
-    """A worker's entry. Returns ``{"facts": ..., "notes": ...}``, or ``{"refused": why}`` where it refuses the plan.
+    """A worker's entry. Returns ``facts``, ``seen``, ``starts`` and ``notes``, or ``refused``, why the plan is.
 
     ``payload["plant"]`` may name functions ``module:function``, with commas between them, that are called with the rank
-    first: faults to be found, planted in this process only.
+    first: faults to be found, planted in this process only. ``payload["look"]`` may be a step, the last one
+    that is taken, and a bound: every operation of the step is looked at, and ``seen`` is the first that is off by more.
+    Then ``payload["starts"]`` has what was returned as such before: the stages are to be the same, not measured anew.
     """
     plan = Plan.parse(payload["plan"])
     context.coordinates = plan.mesh.describe(context.rank)
     for planted in filter(None, (payload["plant"] or "").split(",")):
         resolve(planted)(context.rank)
     try:
-        facts, notes = _train(plan, payload, context)
-        return {"facts": facts.to_json(), "notes": list(notes)}
+        return _train(plan, payload, context)
     except PlanError as error:
         return {"refused": str(error)}
 
 
-def _train(plan: Plan, payload: Payload, context: WorkerContext) -> tuple[RankFacts, tuple[str, ...]]:
+def _train(plan: Plan, payload: Payload, context: WorkerContext) -> Payload:
     prepared: Prepared = context.prepared
     task, epoch = prepared.task, context.epoch
     group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size))
     context.control.on_break(group.break_)
     feed = Feed()
-    machinery = assemble(task, plan, prepared.template, group, dataset=prepared.dataset)
+    machinery = assemble(task, plan, prepared.template, group, dataset=prepared.dataset, starts=payload.get("starts"))
     machinery = dataclasses.replace(machinery, sync=WatchedSync(machinery.sync, feed))
     recorded = Recorded(Path(payload["folder"]))
     witness = Witness(recorded, machinery, feed)
@@ -76,8 +77,16 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> tuple[RankFa
     # Without loaders: what is fetched is watched in this process.
     stepper = Stepper(task, plan, WatchedFeeder(dataset, task, feed), machinery, witness)
     batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
-    for batch in islice(batches, len(recorded.record.steps)):
+    look: tuple[int, float] | None = payload.get("look")
+    applied = cast(Watchable, machinery.applied)  # where it is cut
+    locator = None if look is None else Locator(recorded, *look)
+    for batch in islice(batches, look[0] if look else len(recorded.record.steps)):
+        if locator is not None and look is not None and batch.step == look[0]:
+            applied.watch(locator)
         stepper.step(batch)
-    facts, notes = witness.facts(), machinery.applied.notes
+    seen = None if locator is None or locator.first is None else dataclasses.asdict(locator.first)
+    starts = list(applied.starts) if plan.tp * plan.pp > 1 else None
+    facts, notes = witness.facts().to_json(), list(machinery.applied.notes)
+    found = {"facts": facts, "seen": seen, "starts": starts, "notes": notes}
     disassemble(machinery)
-    return facts, notes
+    return found

@@ -46,15 +46,15 @@ def applied_on_one_rank(rank: int) -> None:
 
 def shares_not_gathered(rank: int) -> None:
     """After an update forward goes on with the other owners' old weights (zero=1 and 2)."""
-    from stretto.parallel.whole import Whole
+    from stretto.parallel.flats import Flats
 
-    honest = Whole.refresh
+    honest = Flats.bring
 
-    def refresh(self: Any) -> None:
+    def bring(self: Any) -> None:
         honest(self)
-        self._flats.bring = lambda: None
+        self.bring = lambda: None
 
-    Whole.refresh = refresh  # type: ignore[method-assign]
+    Flats.bring = bring  # type: ignore[method-assign]
 
 
 def lost_group(rank: int) -> None:
