@@ -16,6 +16,6 @@ PLAN = "dp=2,zero=3"
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[LocalLauncher]:
-    both = (*preloads(Plan.parse(PLAN)), *preloads_to_verify([PLAN]))
+    both = (*preloads(Plan.parse(PLAN)), *preloads_to_verify([PLAN, "pp=2"]))
     with LocalLauncher(tuple(dict.fromkeys(both))) as running:
         yield running
