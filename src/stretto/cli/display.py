@@ -160,6 +160,9 @@ class Display:
         if (best := summary["best"]) is not None:
             told = f"best {best['metric']} {number(best['value'])} at step {best['step']:,}"
             self._print(f"{told}: kept in {best['path']}")
+        if (pipeline := summary.get("pipeline")) is not None:
+            waited, asked = pipeline["bubble"], pipeline["bubble_of_schedule"]
+            self._print(f"stages waited for {waited:.0%} of the time; the schedule has them wait for {asked:.0%}")
         self._print(f"everything is in {summary['run']}")
 
     # ---- the terminal
