@@ -32,6 +32,7 @@ def test_a_pipeline_leaves_a_lane_a_rank_and_its_bubble_beside_the_schedules(tmp
         assert seen[rank, "forward"] == seen[rank, "backward"] == 8 * 3
         assert seen[rank, "reduce"] == seen[rank, "update"] == 8
     assert seen[1, "receive"] == 8 * 3 and seen[0, "send"] == 8 * 3
+    for rank in (0, 1):
         spans = sorted((one["ts"], one["ts"] + one["dur"]) for one in events if one["tid"] == rank)
         assert all(before[1] <= after[0] + 1 for before, after in pairwise(spans)), "none overlap"
     first, second = ([one["ts"] for one in events if (one["tid"], one["name"]) == (s, f"F{s}.0")] for s in (0, 1))
