@@ -65,8 +65,10 @@ quiet=--quiet
 if [ -t 1 ]; then quiet=; fi
 echo "setup: installing $(grep -c == requirements.lock) pinned packages into $venv (torch is large: this takes minutes on a slow line)"
 # shellcheck disable=SC2086  # an empty $quiet must vanish
-"$venv/bin/python" -m pip install $quiet -r requirements.lock \
+"$venv/bin/python" -m pip install $quiet --no-compile -r requirements.lock \
     || fail "pip could not install the pinned packages (the reason is above); the same command goes on from here"
+# Two thirds of an install are compiling, for which pip takes one core. A file that can't be compiled is no hindrance.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
 # The lock has installed the build tool, so nothing is downloaded for this.
 "$venv/bin/python" -m pip install $quiet --no-deps --no-build-isolation -e . \
     || fail "pip could not install stretto itself (the reason is above)"

@@ -125,10 +125,11 @@ def assemble(
         )
     example = example_of(task, plan, template, dataset) if plan.tp * plan.pp > 1 else None
     surround = partial(computing, task.recipe.precision, group.device.type)
-    manner = Manner(compute if narrow else torch.float32, whole_tensors, once, plan.recompute, surround, example)
+    lower = compute if narrow else torch.float32
+    manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
-    optimizer = BoundOptimizer(task.optimizer, template, applied, group.device)
+    optimizer = BoundOptimizer(task.optimizer, template, applied)
     return Machinery(
         group=group,
         applied=applied,

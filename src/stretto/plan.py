@@ -10,10 +10,11 @@ from typing import Any, Final
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = ("cp", "ep", "branch", "offload")
+LATER_KEYS: Final = ("cp", "ep", "branch")
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ZERO_STAGES: Final = (0, 1, 2, 3)
 RECOMPUTE: Final = ("none", "selective", "full")
+OFFLOAD: Final = ("none", "optimizer", "activations", "all")
 _LEAST: Final = MappingProxyType(
     {"dp": 1, "zero": 0, "microbatches": 1, "dp_shard": 0, "tp": 1, "pp": 1, "chunks": 0, "loaders": 0}
 )
@@ -39,6 +40,8 @@ class Plan:
         recompute: which activations are dropped in forward and computed again in backward (arXiv 1604.06174), for less
             memory: ``none``; ``selective``, all but the results of matrix products, convolutions and attention; or
             ``full``, all but what each layer is called with.
+        offload: what lies on the host, for less memory on the device (arXiv 2101.06840): ``none``; ``optimizer``, what
+            is trained and the optimizer's state; ``activations``, what forward keeps for backward; or ``all`` of it.
         loaders: processes of each rank that fetch and collate samples ahead of it; 0: the rank does so itself. Plans
             that differ in nothing else are equal.
     """
@@ -52,6 +55,7 @@ class Plan:
     schedule: str = ""
     chunks: int = 0
     recompute: str = "none"
+    offload: str = "none"
     loaders: int = field(default=0, compare=False)  # they never change a number
 
     def __post_init__(self) -> None:
@@ -68,6 +72,9 @@ class Plan:
         if self.recompute not in RECOMPUTE:
             near = nearest(str(self.recompute), RECOMPUTE)
             raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")
+        if self.offload not in OFFLOAD:
+            near = nearest(str(self.offload), OFFLOAD)
+            raise PlanError(f"plan: offload must be none, optimizer, activations or all, got {self.offload!r}{near}")
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero}")
         if self.zero != 3 and self.dp_shard > 1:
@@ -116,7 +123,7 @@ class Plan:
                 raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
             if key in given:
                 raise PlanError(f"plan: {key} is given twice")
-            if key in ("recompute", "schedule"):
+            if key in ("recompute", "offload", "schedule"):
                 given[key] = value
                 continue
             if not equals or not value.isdigit():
@@ -173,6 +180,7 @@ class Plan:
         parts += [f"schedule={self.schedule}"] if self.schedule not in ("", "1f1b") else []
         parts += [f"chunks={self.chunks}"] if self.chunks > 1 else []
         parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        parts += [f"offload={self.offload}"] if self.offload != "none" else []
         parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)
 

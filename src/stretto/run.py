@@ -41,6 +41,7 @@ from stretto.runfolder import write_summary
 from stretto.skips import SkipWatch
 from stretto.state import Slice
 from stretto.step import StepObserver, StepOutcome, Stepper
+from stretto.timeline import tell_time
 from stretto.watch import Phase
 from stretto.weights import weight_names
 
@@ -102,7 +103,7 @@ class Run:
 
     def _open_files(self) -> None:
         member, speaks = self._context.member, self._group.rank == 0
-        self._say: Callable[[dict[str, Any]], None] = self._context.control.send if speaks else _silent
+        self._say: Callable[[dict[str, Any]], None] = self._context.control.send if speaks else lambda event: None
         if speaks:
             samples, members = len(self._data["train"]), self._context.epoch.members
             start = Start(self._options.attempt, members, self._progress.step, samples, str(self.plan))
@@ -375,6 +376,7 @@ class Run:
         }
         if not self._law.kept:
             summary["law_broken"] = self._law.reason
+        summary |= tell_time(self.folder, self._stepper.lanes, self._group, self._on.applied.schedule, str(self.plan))
         if self._group.rank == 0:
             write_summary(self.folder, summary)
         self._say({"kind": "summary", **summary})
@@ -394,7 +396,3 @@ class Run:
         self._data["train"].close()
         self._group.barrier()
         disassemble(self._on)
-
-
-def _silent(event: dict[str, Any]) -> None:
-    """Only the lowest rank speaks."""

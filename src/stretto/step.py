@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from stretto.data import (
 from stretto.errors import Refused
 from stretto.machinery import Machinery, call_of, forward
 from stretto.mistakes import second_forward, whole_parameters_only
+from stretto.observe import Lanes
 from stretto.parallel import Call, Roots
 from stretto.plan import Plan
 from stretto.precision import computing, first_scale
@@ -180,6 +182,10 @@ class _Microbatch:
             torch.autograd.backward(*roots)
         self._call = self.samples = None
 
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """See :class:`~stretto.parallel.Microbatch`."""
+        return self._of.lanes.span(what, stage, self._index)
+
 
 class Stepper:
     """Turns global batches into committed steps. Every rank must make the same calls in the same order."""
@@ -199,6 +205,7 @@ class Stepper:
         self._observer = observer or Onlooker()
         self._wants_stop = wants_stop
         self.position = position or Position()
+        self.lanes = Lanes()
         self.nominal_weight = float(task.recipe.batch)
         self.scale = first_scale(task.recipe.precision)
         self._names: tuple[str, ...] | None = None  # of the loss's terms, once known
@@ -218,13 +225,16 @@ class Stepper:
             decision = self._prepare_and_vote(batch)
             generators.restore()
             if decision.agreed:
-                outcome = self._apply(batch, decision, began)
+                with self.lanes.span("update"):
+                    outcome = self._apply(batch, decision, began)
+                self.lanes.step_done(batch.step)
                 self.position.at(Phase.AFTER, batch.step)
                 return outcome
             with torch.no_grad():
                 for name, buffer in self.on.applied.module.named_buffers():
                     buffer.copy_(buffers[name])
             self.on.sync.begin()
+            self.lanes.dropped()
         raise RuntimeError(f"step {batch.step} was voted down {MAX_ATTEMPTS} times; its samples stay uncommitted")
 
     def _prepare_and_vote(self, batch: BatchHandle) -> _Decision:
@@ -244,9 +254,11 @@ class Stepper:
             part.samples = samples
         on.applied.train(parts, on.sync.microbatch)
         self.position.at(Phase.REDUCE, batch.step)
-        on.sync.finish()
+        with self.lanes.span("reduce"):
+            on.sync.finish()
         self.position.at(Phase.VOTE, batch.step)
-        return self._vote(batch.step, terms)
+        with self.lanes.span("vote"):
+            return self._vote(batch.step, terms)
 
     def fetch(self, piece: Piece, batch: BatchHandle) -> Any:
         """The samples of a piece, on the device."""

@@ -166,7 +166,7 @@ def form_group(plan: Plan, context: WorkerContext) -> Group:
     # The group's own limit says less than whoever looks for hangs, so it comes later.
     place = replace(place, timeout_seconds=max(place.timeout_seconds, 2 * context.hang_after))
     group = Group(place, device=_device(context))
-    context.position.begin(context.coordinates, group.under_way)
+    context.position.begin(context.coordinates, group.under_way, group.awaited)
     context.control.on_break(group.break_)
     return group
 

@@ -20,12 +20,6 @@ GPT = str(ROOT / "examples" / "gpt")
 TINY = {"depth": 2, "width": 32, "context": 16, "heads": 2, "batch": 7, "precision": "fp64"}
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def run(launcher: LocalLauncher, entry: str, workers: int, prepare: str | None = None, **payload: Any) -> list[Any]:
     """What each worker returned, in rank order."""
     ready = None if prepare is None else f"engine_entries:{prepare}"
@@ -60,6 +54,7 @@ def test_a_step_that_no_vote_lets_pass_is_an_error_and_changes_nothing(launcher:
         assert rank["untouched"]
 
 
+@pytest.mark.alone
 def test_a_sleeper_in_a_collective_is_freed_by_another_thread(launcher: LocalLauncher) -> None:
     first, _ = run(launcher, "break_asleep", 2, seconds=3)
     assert first["freed_after"] is not None, "the all-reduce came back without an error"
@@ -186,6 +181,7 @@ def test_a_table_that_looks_at_the_whole_batch_is_refused_where_it_is_cut(launch
     assert steps(launcher, "dp=1", TRAPS, 2, sets={"kind": "max_norm"})[0]["failed"] is None
 
 
+@pytest.mark.alone
 def test_a_new_worker_reaches_its_first_sharded_backward_at_once(launcher: LocalLauncher) -> None:
     seconds = []
     for _ in range(6):

@@ -32,12 +32,6 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def evaluated(launcher: LocalLauncher, workers: int, **payload: Any) -> JobResult:
     payload = {"task": SCORED, "plans": PLANS[workers], **payload}
     return launcher.run(Job("evaluation_entries:totals", payload, workers, python_path=(HELPERS,)))

@@ -16,7 +16,6 @@ from stretto.errors import LaunchError
 from stretto.launch import Job, JobResult, LocalLauncher
 
 HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
-HEAVY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 SHORT = Graces(1.0, 0.5, 1.0)
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -30,9 +29,8 @@ def light() -> Iterator[LocalLauncher]:
 
 
 @pytest.fixture(scope="module")
-def heavy() -> Iterator[LocalLauncher]:
-    with LocalLauncher(HEAVY) as launcher:
-        yield launcher
+def heavy(launcher: LocalLauncher) -> LocalLauncher:
+    return launcher
 
 
 def job(entry: str, payload: dict[str, Any] | None = None, num_workers: int = 2, **more: Any) -> Job:
@@ -73,7 +71,7 @@ def test_a_worker_knows_who_it_is(light: LocalLauncher) -> None:
         assert found["environment"] == {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "lo"}
         assert found["prepared"]["pid"] == found["host"], "prepared once, by the host that forked the workers"
         assert found["imports_rss_bytes"] > 1 << 20
-        assert not found["torch"]
+        assert not found["torch"] and found["collects"]
         assert not alive(found["pid"]) and not alive(found["host"])
 
 
@@ -90,6 +88,7 @@ def test_each_job_meets_at_a_store_of_its_own(light: LocalLauncher) -> None:
     )
 
 
+@pytest.mark.alone
 def test_from_the_request_to_the_entry_and_to_a_sharded_backward(heavy: LocalLauncher) -> None:
     heavy.run(job("where", num_workers=2))  # the imports are paid for once
     entered, backward = [], []
@@ -201,6 +200,7 @@ def test_only_consequences_are_still_a_failure(light: LocalLauncher) -> None:
     assert result.exit_code == 1 and result.failure is not None and result.failure.consequence
 
 
+@pytest.mark.alone
 def test_the_others_hear_of_the_break_and_are_not_waited_for(light: LocalLauncher) -> None:
     asked = time.monotonic()
     result = failing(light, {0: "program"}, 3)
@@ -208,6 +208,7 @@ def test_the_others_hear_of_the_break_and_are_not_waited_for(light: LocalLaunche
     assert result.failure is not None and result.failure.rank == 0
 
 
+@pytest.mark.alone
 def test_who_does_not_listen_is_terminated_then_killed(light: LocalLauncher) -> None:
     asked = time.monotonic()
     result = failing(light, {0: "program", 1: "deaf", 2: "stubborn"}, 3)

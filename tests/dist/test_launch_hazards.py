@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 
 from hazard_entries import LINES, WIDTH
-from runs import Starter
+from runs import Starter, short_of_grace
 from stretto.elastic.coordinator import Graces
 from stretto.errors import LaunchError
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.observe.events import read_lines
-from stretto.plan import Plan
-from stretto.preload import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = str(ROOT / "tests" / "helpers")
@@ -34,9 +32,9 @@ SHORT = Graces(1.0, 0.5, 1.0, stop_seconds=0.5)
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2)), graces=SHORT) as found:
-        yield found
+def launcher(launcher: LocalLauncher) -> Iterator[LocalLauncher]:
+    with short_of_grace(launcher, SHORT):
+        yield launcher
 
 
 def job(entry: str, workers: int, **payload: Any) -> Job:
@@ -75,12 +73,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.alone
 def test_two_interrupts_end_ranks_that_sleep_in_a_collective_la04(launcher: LocalLauncher) -> None:
     result, seconds = signalled(launcher, signal.SIGINT, signal.SIGINT)
     assert (result.exit_code, result.failure) == (130, None)
     assert seconds < 2.5
 
 
+@pytest.mark.alone
 def test_one_sigterm_that_nobody_hears_ends_them_too_and_is_told_la04(launcher: LocalLauncher) -> None:
     result, seconds = signalled(launcher, signal.SIGTERM)
     assert result.exit_code == 143 and result.failure is not None
@@ -161,7 +161,7 @@ def test_a_hook_that_only_one_rank_follows_holds_nobody_up_hg17(
 
 def test_jobs_at_one_time_do_not_meet_rs01(launcher: LocalLauncher) -> None:
     """No port is chosen: the workers of a job meet in a folder of their own."""
-    with LocalLauncher(preloads(Plan(dp=2))) as other, ThreadPoolExecutor() as pool:
+    with LocalLauncher(["torch.distributed"]) as other, ThreadPoolExecutor() as pool:
         for _ in range(5):
             found = pool.map(lambda each: each.run(job("gloo", 2)), (launcher, other))
             assert [result.exit_code for result in found] == [0, 0]

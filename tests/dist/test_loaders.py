@@ -25,9 +25,8 @@ STREAMS = TASKS / "streams.py"
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as launcher:
-        yield Starter(launcher)
+def starter(launcher: LocalLauncher) -> Starter:
+    return Starter(launcher)
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -18,12 +18,6 @@ TESTS = Path(__file__).resolve().parents[1]
 EDGES = TESTS / "tasks" / "edge_parts.py"
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def run(launcher: LocalLauncher, entry: str, plan: str = "dp=2,zero=3", **payload: Any) -> JobResult:
     payload = {"task": str(EDGES), "plan": plan, **payload}
     workers = Plan.parse(plan).world_size
@@ -64,6 +58,7 @@ def test_nothing_stays_of_many_copies_in_one_process(launcher: LocalLauncher) ->
         assert late - early < 4 << 20, f"{late - early} bytes more"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("plan", "kind"), [("dp=3,zero=3", "frozen"), ("dp=2,zero=3,loaders=2", "plain")])
 def test_the_peak_that_is_told_is_the_one_that_is_seen(
     launcher: LocalLauncher, tmp_path: Path, plan: str, kind: str

@@ -22,12 +22,6 @@ PLANS = ("dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp
 HALVES = tuple(f"{plan},microbatches=2" for plan in PLANS)
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(PLANS)) as found:
-        yield found
-
-
 def job(launcher: LocalLauncher, entry: str, workers: int, **payload: Any) -> list[Any]:
     """What each worker returned, in rank order."""
     result = launcher.run(Job(f"part_entries:{entry}", payload, workers, python_path=(HELPERS,)))

@@ -17,12 +17,6 @@ HELPERS = str(ROOT / "tests" / "helpers")
 DOT = str(ROOT / "tests" / "tasks" / "dot.py")
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def trained(launcher: LocalLauncher, plan: str, steps: int, **sets: Any) -> list[Any]:
     """What each rank saw of ``steps`` steps: outcomes, and the parameter after each, gathered to its full shape."""
     payload = {"task": DOT, "plan": plan, "num_steps": steps, "sets": sets}

@@ -30,9 +30,8 @@ SMALL = ROOT / "tests" / "tasks" / "small_parts.py"
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as launcher:
-        yield Starter(launcher)
+def starter(launcher: LocalLauncher) -> Starter:
+    return Starter(launcher)
 
 
 @pytest.fixture(scope="module")

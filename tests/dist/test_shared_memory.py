@@ -15,12 +15,6 @@ from stretto.preload import preloads
 HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
-
-
 def play(launcher: LocalLauncher, scene: str, workers: int, seconds: float = 30, **options: Any) -> list[Any]:
     """What each member of the scene reports, in rank order."""
     payload = {"scene": scene, "workers": workers, "options": options, "seconds": seconds}
@@ -39,6 +33,7 @@ def test_every_collective_gives_what_is_added_up_by_hand(launcher: LocalLauncher
         assert wrong == []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_killed_member_is_missed_by_name(launcher: LocalLauncher, workers: int, inside: bool) -> None:
@@ -52,6 +47,7 @@ def test_a_killed_member_is_missed_by_name(launcher: LocalLauncher, workers: int
             assert found["again"]["kind"] == "PeerLost", "the group is of no use any more"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["asleep", "stopped"])
 def test_a_break_frees_a_waiting_member_at_once(launcher: LocalLauncher, how: str) -> None:
     first, second = play(launcher, "broken", 2, 2, how=how)
@@ -86,6 +82,7 @@ def test_calls_that_differ_are_named_on_every_rank(
         assert all(name in found["text"] for name in named), found
 
 
+@pytest.mark.alone
 def test_a_call_made_by_one_rank_alone_ends_in_time_and_costs_nothing_hg07(launcher: LocalLauncher) -> None:
     first, *others = play(launcher, "alone", 3, timeout=1.0)
     assert first["kind"] == "PeerLost"
@@ -102,6 +99,7 @@ def test_a_member_that_has_closed_its_group_is_not_waited_for(launcher: LocalLau
         assert found["kind"] == "PeerLost" and "rank 1" in found["text"] and "closed" in found["text"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("workers", [1, 2])
 def test_groups_come_and_go_in_one_process_la14(launcher: LocalLauncher, workers: int) -> None:
     for found in play(launcher, "cycles", workers):
@@ -116,6 +114,7 @@ def test_without_room_for_shared_memory_all_members_take_gloo(launcher: LocalLau
         assert found["sum"] == 2
 
 
+@pytest.mark.alone
 def test_calls_under_way_end_in_their_order(launcher: LocalLauncher) -> None:
     first, second = play(launcher, "late", 2)
     assert first["early"] == [False] * 4, "the call returns though the other rank is busy"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from runs import short_of_grace
 from stretto.elastic.coordinator import Graces
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.order import TrainOrder
 from stretto.plan import Plan
-from stretto.preload import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 STUCK = ROOT / "tests" / "tasks" / "stuck.py"
@@ -31,9 +31,9 @@ SLOW = r"; where that is only slow, --hang-after SECONDS waits longer"
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=3)), graces=Graces(0.3, 0.3, 1.0)) as found:
-        yield found
+def launcher(launcher: LocalLauncher) -> Iterator[LocalLauncher]:
+    with short_of_grace(launcher, Graces(0.3, 0.3, 1.0)):
+        yield launcher
 
 
 def start(
@@ -68,6 +68,33 @@ def hang(result: JobResult, *pattern: str) -> None:
     line = told(result)
     assert result.exit_code == 1 and result.failure is not None and result.failure.kind == "hang"
     assert re.fullmatch(rf"nothing has moved for {LIMIT:g} s: {''.join(pattern)}", line), line
+
+
+# --------------------------------------------------------------------------------------- a pipeline
+
+GRADIENTS = r"the receipt of microbatch \d's gradients from stage 1"
+
+
+def test_a_message_that_was_never_sent_is_its_senders_fault(launcher: LocalLauncher, tmp_path: Path) -> None:
+    result = start(launcher, tmp_path / "run", "shared", "unsent", plan="pp=2,microbatches=4")
+    assert result.failure is not None and (result.failure.rank, result.failure.coordinates) == (0, "pp=0")
+    assert re.fullmatch(
+        rf"nothing has moved for {LIMIT:g} s: rank 0 \(member m1, pp=0\) has not sent what rank 1 waits for, the receipt of "
+        rf"microbatch 2's values from stage 0, and has gone on: it waits in {GRADIENTS}, in step 3, microbatch \d, at "
+        rf"\S+ in _work \(there stretto/parallel/pipeline\.py:\d+ in take\){SLOW}",
+        str(result.failure),
+    ), str(result.failure)
+
+
+def test_a_stage_that_does_not_come_is_named_with_what_the_others_wait_for(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    result = start(launcher, tmp_path / "run", "shared", "stop", plan="pp=2,microbatches=4")
+    assert result.failure is not None and (result.failure.rank, result.failure.coordinates) == (1, "pp=1")
+    last = r"is stopped \(.*\); it was last in step 1, microbatch 3"
+    waiting = rf", while rank 0 waits in {GRADIENTS}"
+    line = str(result.failure)
+    assert re.fullmatch(rf"nothing has moved for {LIMIT:g} s: rank 1 \(member m2, pp=1\) {last}{waiting}{SLOW}", line), line
 
 
 # ------------------------------------------------------------------------- a rank that does not come

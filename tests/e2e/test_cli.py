@@ -214,6 +214,7 @@ def on_a_terminal(folder: Path, words: tuple[str, ...], until: str, keys: bytes)
     return os.waitstatus_to_exitcode(status), plain.replace("\r", "")
 
 
+@pytest.mark.alone
 def test_help_starts_at_once() -> None:
     seconds = []
     for _ in range(6):

@@ -25,7 +25,30 @@ def test_each_parameter_is_listed_with_its_reason() -> None:
     assert "an embedding looks its rows up" in rows["embedding.weight"]["why"]
 
 
-def test_a_plan_that_cuts_nothing_is_one_line() -> None:
-    told = explain("examples/gpt", "--plan", "dp=2")
+def test_stages_have_their_cost_and_what_they_send_and_a_picture(tmp_path: Path) -> None:
+    sets = ("--set", "depth=2", "--set", "context=16")
+    drawn = tmp_path / "plan.svg"
+    told = explain("examples/gpt", "--plan", "pp=2,microbatches=4", *sets, "--picture", str(drawn), "--json")
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    first, last = found["stages"]
+    assert (first["first"], last["last"]) == ("embedding", "head") and first["sends"].keys() == {"1"}
+    rows = {row["name"]: row["stages"] for row in found["parameters"]}
+    assert rows["embedding.weight"] == [0, 1], "the table at both ends is one parameter of both stages"
+    assert rows["blocks.0.mlp_up.weight"] == [0] and rows["norm.weight"] == [1]
+    times = [stage["forward_seconds"] + stage["backward_seconds"] for stage in found["stages"]]
+    assert min(times) > 0 and 0.05 < found["bubble"] < 0.6
+    assert drawn.read_text(encoding="utf-8").startswith("<svg") and "pp=2" in drawn.read_text(encoding="utf-8")
+
+
+def test_what_does_nothing_is_said_with_the_reason() -> None:
+    told = explain("examples/gpt", "--plan", "dp=1,zero=2,microbatches=2", "--set", "depth=1")
+    assert told.returncode == 0, told.stderr
+    assert "zero=2                  INACTIVE: with dp=1 there is no other rank" in told.stdout
+    assert "microbatches=2          active: " in told.stdout
+
+
+def test_a_picture_of_no_pipeline_is_one_line() -> None:
+    told = explain("examples/gpt", "--plan", "dp=2", "--picture", "plan.svg")
     assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr.startswith("stretto: plan dp=2: explain tells what tp cuts")
+    assert told.stderr.startswith("stretto: --picture draws the schedule of a pipeline, and plan dp=2 has none")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import yaml
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.order import TrainOrder
 from stretto.plan import Plan
-from stretto.preload import preloads
 from stretto.runfolder import read_resolved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,12 +71,6 @@ class Room:
     def summary(self, run: str = "run") -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / run / "summary.json").read_text())
         return found
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
 
 
 @pytest.fixture

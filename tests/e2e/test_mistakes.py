@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from stretto.cli.launching import conclude
 from stretto.launch import Job, LocalLauncher
 from stretto.order import TrainOrder
 from stretto.plan import Plan
-from stretto.preload import preloads
 
 STRETTO = str(Path(sys.executable).parent / "stretto")
 GOOD = """
@@ -88,12 +86,6 @@ class Told:
         assert self.err.count("\n") == 1, self.err
         assert "Traceback" not in self.out + self.err
         return self.err
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as found:
-        yield found
 
 
 @dataclass(frozen=True)

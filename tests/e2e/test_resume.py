@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from runs import Starter
 from stretto.elastic.ledger import audit
 from stretto.launch import LocalLauncher
 from stretto.observe.events import read_lines
-from stretto.plan import Plan
-from stretto.preload import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = ROOT / "examples" / "gpt"
@@ -35,9 +32,8 @@ SMALL = {"length": 23, "batch": 4, "steps": 30, "counts": False}  # six batches 
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    with LocalLauncher(preloads(Plan(dp=2, zero=3))) as launcher:
-        yield Starter(launcher)
+def starter(launcher: LocalLauncher) -> Starter:
+    return Starter(launcher)
 
 
 @pytest.fixture(scope="module")

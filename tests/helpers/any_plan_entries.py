@@ -1,4 +1,4 @@
-"""Entries of the tests of checkpoints between plans: each runs in every worker of a real job."""
+"""Entries of the tests of checkpoints between any two plans: each runs in every worker, and returns plain JSON."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from stretto.plan import Plan
 from stretto.state import Box
 from stretto.step import Onlooker, StepOutcome, Stepper
 from stretto.task import load_task
-from stretto.testing.conditions import separate_memory
+from stretto.testing import conditions
 from stretto.training import form_group
 
 
@@ -73,12 +73,19 @@ def _brief(outcome: StepOutcome) -> dict[str, Any]:
     }
 
 
+def _set(payload: dict[str, Any], context: WorkerContext) -> None:
+    """Plants the conditions that a test asks for."""
+    if payload.get("apart"):
+        conditions.separate_memory(context.rank)
+    if payload.get("host_apart"):
+        conditions.host_apart(context.rank)
+
+
 def steps(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """Runs ``num_steps`` steps; ``veto``: {rank, step, times}. Returns outcomes, state and totals of evaluate."""
     task = load_task(payload["task"], payload.get("sets", {}))
     plan = Plan.parse(payload["plan"])
-    if payload.get("apart"):
-        separate_memory(context.rank)
+    _set(payload, context)
     group = form_group(plan, context)
     dataset = task.data()["train"]
     on = assemble(task, plan, build_template(task), group)
@@ -137,6 +144,7 @@ def break_asleep(payload: dict[str, Any], context: WorkerContext) -> dict[str, A
 def rebuild(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """Steps under the first plan on all members, tears down, and goes on under the second on fewer of them."""
     task = load_task(payload["task"], payload.get("sets", {}))
+    _set(payload, context)
     template = build_template(task)
     dataset = task.data()["train"]
     batches = _batches(task, len(dataset))
@@ -204,7 +212,7 @@ def storages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     task, template, dataset, _ = context.prepared
     plan = Plan.parse(payload["plan"])
     if payload["apart"]:
-        separate_memory(context.rank)
+        conditions.separate_memory(context.rank)
     group = form_group(plan, context)
     on = assemble(task, plan, template, group)
     template.release()

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from stretto import step
 from stretto.comm import shm_segment
 from stretto.launch import WorkerContext
+from stretto.parallel.pipeline import Execution, Message
+from stretto.schedule import Kind
 from stretto.sync.exact import ExactSum
 from stretto.testing.conditions import no_free_memory
 from stretto.training import work
@@ -35,6 +37,8 @@ def gloo(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
 def _work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     how = payload["sets"]["how"]
     with ExitStack() as stack:
+        if how == "unsent" and context.rank == 0:
+            _unsent(stack)
         if how == "fewer":
             no_free_memory(context.rank)  # so that each microbatch sends its gradients
         if how == "skip" and context.rank != 1:
@@ -75,6 +79,18 @@ def _fewer(stack: ExitStack) -> None:
         return pieces[:-1] if next(calls) == 3 else pieces
 
     stack.enter_context(mock.patch.object(step, "cut", cut))
+
+
+def _unsent(stack: ExitStack) -> None:
+    """It does not send the second microbatch of step 3 on to the next stage."""
+    calls, real = count(1), Execution._send
+
+    def send(self: Execution, message: Message, values: Any) -> None:
+        if message.kind is Kind.FORWARD and message.microbatch == 1 and next(calls) == 3:
+            return
+        real(self, message, values)
+
+    stack.enter_context(mock.patch.object(Execution, "_send", send))
 
 
 PLANTED = {"shape": _shape, "order": _order, "fewer": _fewer}

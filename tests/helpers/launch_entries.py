@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -35,6 +36,7 @@ def where(payload: Payload, context: WorkerContext) -> dict[str, Any]:
         "imports_rss_bytes": context.imports_rss_bytes,
         "environment": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")},
         "torch": "torch" in sys.modules,
+        "collects": gc.isenabled(),
     }
 
 

@@ -3,37 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-MLP = "tests/tasks/mlp_dropout.py"
-HARD = "tests/tasks/hard_parts.py"
-DOT = "tests/tasks/dot.py"
-HYBRID = "dp_replicate=2,dp_shard=2"
-# Both shards overflow at the first loss scale, and only rank 1's at the second.
-OVERFLOW = (("precision", "fp16"), ("rows", "uneven"), ("batch", "2"))
-SHORT = (("size", "17"),)  # batches of 7, 7 and 3
-GPT = (("depth", "2"), ("width", "32"), ("context", "16"), ("heads", "2"), ("batch", "7"), ("steps", "5"))
+from planting import APART, CUT, DOT, GPT, HARD, HYBRID, OVERFLOW, SEPARATE, SHORT, Planted
 
+__all__ = ["PLANTED", "Planted"]
 
-@dataclass(frozen=True, kw_only=True)
-class Planted:
-    """A fault, where it is planted, and what the first divergence must say; None where any value will do."""
-
-    fault: str
-    plan: str
-    step: int
-    what: str
-    says: str
-    task: str = MLP
-    sets: tuple[tuple[str, str], ...] = ()
-    name: str | None = None
-    rank: int | None = None
-    by: float | None = None
-    under: str | None = None  # a condition
-
-
-CUT = (("depth", "1"), ("width", "32"), ("context", "16"), ("heads", "4"), ("batch", "4"))
-SEPARATE = "stretto.testing.conditions:separate_memory"
 PLANTED = (
     Planted(fault="dropped_reduction", plan="dp=2", step=1, what="gradient", says="their reduction is missing"),
     Planted(
@@ -393,5 +367,23 @@ PLANTED = (
         what="weight",
         name="1.num_batches_tracked",
         says="or a layer that is computed again in backward changes a buffer twice (recompute=selective)",
+    ),
+    Planted(
+        fault="weights_left_on_the_host",
+        plan="dp=2,offload=optimizer",
+        step=2,
+        what="loss",
+        says="or the weights that are updated on the host were not brought here (offload=optimizer)",
+        under=APART,
+    ),
+    Planted(
+        fault="memory_taken_for_another",
+        task="examples/gpt",
+        sets=GPT,
+        plan="dp=2,offload=activations",
+        step=2,
+        what="gradient",
+        says="or what forward kept came back as something else (offload=activations)",
+        under=APART,
     ),
 )

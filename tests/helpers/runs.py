@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stretto.elastic.coordinator import Graces
 from stretto.launch import Job, JobResult, LocalLauncher
 from stretto.order import TrainOrder
 from stretto.plan import Plan
+
+
+@contextmanager
+def short_of_grace(launcher: LocalLauncher, graces: Graces) -> Iterator[None]:
+    """Meanwhile the launcher gives its workers other graces; its fork server, which costs seconds, stays."""
+    usual, launcher._graces = launcher._graces, graces
+    try:
+        yield
+    finally:
+        launcher._graces = usual
 
 
 @dataclass

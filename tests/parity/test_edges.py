@@ -3,24 +3,16 @@ where others read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stretto.launch import LocalLauncher
 from stretto.verify import PlanReport, verify
-from stretto.verify.run import preloads
 
 EDGES = Path(__file__).resolve().parents[1] / "tasks" / "edge_parts.py"
 SEPARATE = "stretto.testing.conditions:separate_memory"
 PLANS = ("dp=1,zero=3", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=3,zero=3,microbatches=2")
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(PLANS)) as found:
-        yield found
 
 
 def proved(launcher: LocalLauncher, plans: tuple[str, ...], plant: str = "", **sets: str) -> tuple[PlanReport, ...]:

@@ -10,8 +10,9 @@ from stretto.launch import LocalLauncher
 # What is hard in stages, in CI; `make matrix` takes all tasks through more plans.
 CASES = (
     # A tied table on the first and the last stage; fewer microbatches than stages; layers in chunks; split backwards.
-    ("gpt", ("pp=2,microbatches=3", "pp=3,schedule=gpipe", "pp=2,schedule=interleaved,microbatches=2")),
-    ("gpt", ("dp=2,pp=2,zero=1,microbatches=3,schedule=zero-bubble", "pp=2,tp=2", "dp=2,tp=2,zero=3")),
+    ("gpt", ("pp=2,microbatches=3", "pp=3,schedule=gpipe")),
+    ("gpt", ("pp=2,schedule=interleaved,microbatches=2", "pp=2,tp=2")),
+    ("gpt", ("dp=2,pp=2,zero=1,microbatches=3,schedule=zero-bubble", "dp=2,tp=2,zero=3")),
     ("digits", ("pp=2",)),  # convolutions with BatchNorm, whose statistics one stage has
     ("ranking", ("pp=2,microbatches=2",)),  # two towers and sparse tables
     ("mlp_dropout", ("pp=3,microbatches=2",)),  # random numbers go on where the stage before left off

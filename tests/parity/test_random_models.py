@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -10,18 +9,11 @@ import pytest
 
 from stretto.launch import LocalLauncher
 from stretto.verify import verify
-from stretto.verify.run import preloads
 
 TASK = Path(__file__).resolve().parents[1] / "tasks" / "random_parts.py"
 CONDITIONS = ("no_free_memory", "separate_memory")
 SAMPLE = (3, 12, 18, 29, 33, 47)
 BATCHES_OF_SEEDS = 10
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(["dp=2,zero=3"])) as found:
-        yield found
 
 
 def plan_of(draw: Random) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stretto.launch import LocalLauncher
 from stretto.verify import PlanReport, verify
-from stretto.verify.run import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "tests" / "tasks"
@@ -26,12 +24,6 @@ PLANS = (
     "dp_replicate=2,dp_shard=2",
 )
 FIGURES = ("loss_max_rel", "grad_max_rel", "grad_norm_max_rel", "weight_max_rel", "state_max_rel")
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(preloads(PLANS)) as found:
-        yield found
 
 
 def proved(

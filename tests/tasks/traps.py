@@ -62,6 +62,17 @@ class Trap(nn.Module):
             h = torch.view_as_real(turned).flatten(1)
         if self.kind in ("max_norm", "frequencies"):
             h = h + self.table((x[:, 0] > 0).long())
+        if self.kind == "clamped":
+            with torch.no_grad():
+                self.enter.weight.clamp_(-0.1, 0.1)
+        if self.kind == "data":
+            self.enter.weight.data.clamp_(-0.1, 0.1)
+        if self.kind == "replaced":
+            self.enter.weight.data = self.enter.weight.detach().clamp(-0.1, 0.1)
+        if self.kind == "moved":  # as LSTM.flatten_parameters() does on an accelerator
+            self.enter.weight.data = self.enter.weight.detach().clone()
+        if self.kind == "func":
+            h = h + torch.func.grad(lambda y: (y**3).sum())(h)
         for layer in self.layers:
             h = layer(h)
         return self.leave(self.act(h) if self.kind == "closure" else h)

@@ -35,9 +35,10 @@ ENGINE = (
         "best",
         "weights",
         "explain",
+        "features",
         "assemble",
     ),
-    *("skips", "kept", "step", "terms", "evaluation", "machinery"),
+    *("skips", "kept", "timeline", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")

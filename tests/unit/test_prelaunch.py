@@ -135,6 +135,7 @@ def test_degree_1_is_not_probed(tmp_path: Path) -> None:
     assert reads(task) == []
 
 
+@pytest.mark.alone
 def test_what_takes_too_long_is_ended_and_costs_a_note(tmp_path: Path) -> None:
     task = load_task(write(tmp_path / "t", "slow"), {"kind": "Adafactor"})
     examined(task, seconds=0.01)  # torch's parts are loaded by now

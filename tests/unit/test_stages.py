@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.errors import Refused
 from stretto.graph.balance import balanced
-from stretto.graph.stages import Stages, Work, stages_at, stages_like, work_of
+from stretto.graph.stages import MESSAGE_BYTES, Stages, Work, stages_at, stages_like, work_of
 from stretto.graph.trace import trace
 
 
@@ -73,9 +73,9 @@ def test_no_stage_begins_between_a_value_and_its_change_in_place() -> None:
 def test_what_passes_is_counted_with_the_parameters_of_both_sides() -> None:
     work = worked(Skips(), ids())
     crossing = work.crossing_bytes()
-    table, skip, x = 11 * 8 * 4, 12 * 8 * 4, 12 * 8 * 4
+    table, skip, x, scale = (4 * count + MESSAGE_BYTES for count in (11 * 8, 12 * 8, 12 * 8, 8))
     last_layer = next(at for at, node in enumerate(work.nodes) if str(node) == "linear_3")
-    assert crossing[last_layer] == table + skip + x + 8 * 4, "the table, what skips, what goes on, and the scale"
+    assert crossing[last_layer] == table + skip + x + scale, "the table, what skips, what goes on, and the scale"
 
 
 def test_another_graph_of_the_model_is_cut_by_the_parameters() -> None:

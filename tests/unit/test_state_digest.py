@@ -109,6 +109,7 @@ def test_data_that_is_not_the_box_is_refused() -> None:
         partial_digest(torch.zeros(3), Box((2,), (5,)), (4,))
 
 
+@pytest.mark.alone
 def test_it_is_quick_and_takes_no_memory_of_the_tensors_size() -> None:
     """10 million float32; the bar is 1.5 s for 100 million on one core."""
     tensor = torch.zeros(10_000_000)

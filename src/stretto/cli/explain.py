@@ -2,35 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stretto.cli.options import JsonOption, SetOption, TaskArgument, find_task, parse_sets
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.explain import Explained, Row, StageRow
+    from stretto.schedule import Timeline
+
 
 def explain_command(
     task: TaskArgument,
-    plan: Annotated[str, typer.Option("--plan", metavar="PLAN", help="A plan that cuts layers, such as tp=2.")],
+    plan: Annotated[str, typer.Option("--plan", metavar="PLAN", help="A plan, such as dp=2,tp=2,pp=2,microbatches=8.")],
     sets: SetOption = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw the pipeline's schedule into an SVG file.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say which layers a plan cuts, and why it leaves the others whole; nothing is trained."""
+    """Say what a plan makes of a model: stages, layers that are cut, and what does nothing; nothing is trained."""
     from json import dumps
 
-    from stretto.explain import explain_layers
+    from stretto.errors import UserError
+    from stretto.explain import explain
     from stretto.plan import Plan
+    from stretto.schedule import picture as drawn
     from stretto.task import load_task
 
     parsed = Plan.parse(plan)
-    rows = explain_layers(load_task(find_task(task), parse_sets(sets)), parsed)
+    if picture is not None and parsed.pp == 1:
+        raise UserError(f"--picture draws the schedule of a pipeline, and plan {parsed} has none; give it pp=2 or more")
+    found = explain(load_task(find_task(task), parse_sets(sets)), parsed)
+    if picture is not None and found.timeline is not None:
+        try:
+            picture.write_text(drawn(found.timeline, f"plan {parsed}"), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--picture: {picture} can't be written: {error.strerror}") from error
     if json:
-        print(dumps({"plan": str(parsed), "parameters": [row.to_json() for row in rows]}))
+        print(dumps(found.to_json()))
         return
-    names, shapes = [row.name for row in rows], ["x".join(map(str, row.shape)) or "1" for row in rows]
+    _print(found)
+
+
+def _print(found: Explained) -> None:
+    print(f"plan {found.plan}")
+    for feature in found.features:
+        print(f"  {feature.key:<22}  {'active' if feature.active else 'INACTIVE'}: {feature.said}")
+    if found.timeline is not None:
+        _print_stages(found.stages, found.timeline)
+    _print_parameters(found.parameters, bool(found.stages))
+
+
+def _print_stages(rows: Sequence[StageRow], step: Timeline) -> None:
+    print("\nstage  rank  elements      forward   backward  from ... to; sends")
+    for row in rows:
+        sends = ", ".join(f"{size:,} bytes to {to}" for to, size in row.sends.items())
+        times = f"{1e3 * row.forward_seconds:>7.2f} ms {1e3 * row.backward_seconds:>7.2f} ms"
+        where = f"{row.first} ... {row.last}" + (f"; {sends}" if sends else "")
+        print(f"{row.stage:>5}  pp={row.rank:<2} {row.elements:>11,}  {times}  {where}")
+    took = f"{1e3 * step.seconds:.1f} ms"
+    print(f"a step's microbatches take {took} by arithmetic, and ranks wait for {step.bubble:.0%} of it")
+
+
+def _print_parameters(rows: Sequence[Row], stages: bool) -> None:
+    names = [row.name for row in rows]
+    shapes = ["x".join(map(str, row.shape)) or "1" for row in rows]
     wide, long = max(map(len, ["parameter", *names])), max(map(len, ["shape", *shapes]))
-    print(f"{'parameter':<{wide}}  {'shape':<{long}}  a rank has  how, or why not")
+    print(f"\n{'parameter':<{wide}}  {'shape':<{long}}  {'stage  ' * stages}a rank has  how, or why not")
     for row, shape in zip(rows, shapes, strict=True):
-        print(f"{row.name:<{wide}}  {shape:<{long}}  {row.share:>10.0%}  {row.why}")
+        at = f"{'+'.join(map(str, row.stages)):>5}  " if stages else ""
+        print(f"{row.name:<{wide}}  {shape:<{long}}  {at}{row.share:>10.0%}  {row.why}")
     total, held = sum(row.numel for row in rows), sum(row.numel * row.share for row in rows)
-    print(f"\nplan {parsed}: a rank has {held / max(1, total):.0%} of {total:,} elements")
+    print(f"\nof {total:,} elements tp leaves {held / max(1, total):.0%} on a rank")

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -146,6 +146,12 @@ class Group(Members):
             return next((call for call, _ in found if call), ""), sum(number for _, number in found)
         numbers = [group._get_sequence_number_for_group() for group in self._made]
         return "", sum(numbers)
+
+    def awaited(self) -> dict[str, Any]:
+        """The message that this member waits for from another, if any, and how much it has behind it; JSON. Any thread
+        may ask, at any time."""
+        awaited = self._broken.awaited
+        return {"passed": self._broken.passed, **({} if awaited is None else asdict(awaited))}
 
     def close(self) -> None:
         """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone."""

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -20,6 +20,8 @@ from torch import fx
 from stretto.errors import Refused
 from stretto.graph.effects import base_of, draws_in, schema_name, writes, written_in
 from stretto.graph.trace import Traced
+
+MESSAGE_BYTES: Final = 2**15  # that could be sent in the time that a message takes, however small it is
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,17 @@ class Work:
 
     def crossing_bytes(self) -> list[int]:
         """Of each place in ``nodes`` what would pass it in one call if a stage began there, and the parameters that
-        both sides of it would use."""
+        both sides of it would use; each of them with what a message costs beside its bytes."""
         place = {node: at for at, node in enumerate(self.nodes)}
         spans = []
         for node, at in place.items():
             users = [len(self.nodes) - 1 if user.op == "output" else place[user] for user in node.users]
-            spans.append((at, max(users, default=at), _num_bytes(node)))
+            spans.append((at, max(users, default=at), _num_bytes(node) + MESSAGE_BYTES))
         uses: dict[fx.Node, list[int]] = {}
         for node, at in place.items():
             for parameter in self.parameters(node):
                 uses.setdefault(parameter, []).append(at)
-        spans += [(places[0], places[-1], _num_bytes(parameter)) for parameter, places in uses.items()]
+        spans += [(places[0], places[-1], _num_bytes(one) + MESSAGE_BYTES) for one, places in uses.items()]
         steps = [0] * (len(self.nodes) + 1)
         for first, last, num_bytes in spans:
             steps[first + 1] += num_bytes

@@ -1,6 +1,7 @@
 """What a run tells about itself: plain files that outlive it."""
 
 from stretto.observe.events import EventLog
+from stretto.observe.lanes import Lanes, Noted
 from stretto.observe.memory import free_bytes, peak_rss_bytes, rss_bytes
 
-__all__ = ["EventLog", "free_bytes", "peak_rss_bytes", "rss_bytes"]
+__all__ = ["EventLog", "Lanes", "Noted", "free_bytes", "peak_rss_bytes", "rss_bytes"]

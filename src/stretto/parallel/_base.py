@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stretto.comm.group import Group
 from stretto.comm.members import Members
+from stretto.schedule import Schedule
 from stretto.state import Box, Part, Shares, Slice, StateSource, TensorSpec
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -78,6 +80,7 @@ class Manner:
         reduce_once: gradients of several microbatches may be added up whole on each rank and reduced once a step;
             otherwise they are reduced after each microbatch, and only this rank's part is kept.
         recompute: which activations backward computes again: ``none``, ``selective`` or ``full``.
+        offload: what lies on the host: ``none``, ``optimizer``, ``activations`` or ``all``.
         surround: what surrounds forward, and so what of it is computed again.
         example: one microbatch, for layouts that trace the model and measure it.
     """
@@ -86,6 +89,7 @@ class Manner:
     whole_tensors: bool = False
     reduce_once: bool = True
     recompute: str = "none"
+    offload: str = "none"
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Example | None = None
 
@@ -127,7 +131,7 @@ class Place:
         part: what of it lies here; mostly one box.
         local: a plain parameter over that part, of shape ``part.shape``; what an optimizer updates.
         compute: the module's own parameter, which forward uses and at which backward leaves the gradient; in a lower
-            precision a copy of ``local``, which :meth:`Applied.refresh` makes.
+            precision, or where ``local`` lies on the host, a copy of it, which :meth:`Applied.refresh` makes.
         holders: who holds the same.
         summed: the layout itself adds its gradient over the ranks that cut it, and the sync rule over the replicas;
             otherwise the sync rule adds it over all.
@@ -144,6 +148,17 @@ class Place:
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
+
+    @property
+    def copied(self) -> torch.Tensor | None:
+        """What of ``compute`` :meth:`Applied.refresh` fills from ``local``; None where ``local`` is that memory."""
+        here = self.compute.detach()
+        if self.summed:
+            here = cast(DTensor, here)._local_tensor
+        elif self.shares is not None:
+            here = here[self.shares[self.adds.rank].within(Box.whole(tuple(here.shape)))]
+        same = here.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        return None if same else here
 
     @property
     def owner(self) -> bool:
@@ -216,6 +231,9 @@ class Microbatch(Protocol):
     def backward(self, roots: Roots) -> None:
         """Runs it."""
 
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Surrounds what is to be noted as work on it."""
+
 
 class Applied(Protocol):
     """A template laid out over a group. Every rank of the group must make the same calls in the same order."""
@@ -223,6 +241,7 @@ class Applied(Protocol):
     module: nn.Module
     ranks: Ranks
     notes: tuple[str, ...]  # what there is to say to people; the same on every rank
+    schedule: Schedule | None  # of its stages, where it has several
     reduces_once: bool  # whether gradients wait, whole, for the last microbatch, as :class:`Manner` asks if it can be
 
     @property

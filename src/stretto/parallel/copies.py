@@ -72,11 +72,7 @@ def trained(spec: TensorSpec, compute: nn.Parameter) -> nn.Parameter:
 def copy_down(places: Iterable[Place]) -> None:
     """Brings every copy up to date with this rank's part of its parameter."""
     for place in places:
-        if not place.summed and place.local.dtype != place.compute.dtype:
-            here: torch.Tensor = place.compute
-            whole = Box.whole(tuple(here.shape))
-            if place.shares is not None:
-                here = here[place.shares[place.adds.rank].within(whole)]
+        if (here := place.copied) is not None:
             here.copy_(place.local)
 
 

@@ -84,12 +84,12 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferred: Deferred
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.deferred = bias, deferred
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors[0], ctx.weight  # where hooks are, a saved leaf comes back as another
         bias: torch.Tensor | None = ctx.bias
         rows = gradient.reshape(-1, gradient.shape[-1])
 
@@ -143,14 +143,14 @@ class _ConvolutionFunction(torch.autograd.Function):
         deferred: Deferred,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.how, ctx.groups, ctx.deferred = bias, how, groups, deferred
+        ctx.weight, ctx.bias, ctx.how, ctx.groups, ctx.deferred = weight, bias, how, groups, deferred
         stride, padding, dilation = how
         none = [0] * len(stride)
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, none, groups)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors[0], ctx.weight
         bias: torch.Tensor | None = ctx.bias
         sizes = None if bias is None else [bias.shape[0]]
         none = [0] * len(ctx.how[0])

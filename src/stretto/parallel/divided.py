@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, tr
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
-from stretto.parallel.layout import Placed, buffer_slices, check_frozen, export_places
+from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import costs_of
 from stretto.parallel.pipeline import Execution
 from stretto.parallel.program import Program
@@ -74,10 +74,11 @@ class Divided(Placed):
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         _replace(self.module, self._parts)
-        self._places = self._settle(template)
+        self._places = self._offloaded.places(self._settle(template))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
-        self._schedule = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
+        self.schedule = self._order if plan.pp > 1 else None
         self._programs[_key(True, call)] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self.module.forward = self._forward(self.module.forward)
@@ -107,7 +108,7 @@ class Divided(Placed):
         found = (
             costs_of(work, self._whole, template.structure, manner.example) if self.ranks.everyone.rank == 0 else None
         )
-        costs = self.ranks.everyone.broadcast_json(found)
+        costs = [sum(both) for both in self.ranks.everyone.broadcast_json(found)]
         return stages_at(work, balanced(costs, work.edges, work.crossing_bytes(), count))
 
     def _ranks_of(self, name: str, template: Template) -> tuple[int, ...]:
@@ -177,7 +178,8 @@ class Divided(Placed):
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
-        Execution(self._schedule, self.ranks.line, self._of, microbatches, around, self._deferred).run()
+        saving = self._offloaded.saving
+        Execution(self._order, self.ranks.line, self._of, microbatches, around, self._deferred, saving).run()
 
     def _forward(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Forward alone, of one batch; its output comes out where the last stage is, elsewhere None does."""
@@ -205,7 +207,7 @@ class Divided(Placed):
 
     def _program(self, stages: Stages, cut: Cut) -> Program:
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
-        splits = any(action.kind is Kind.WEIGHT for action in self._schedule.actions[self.ranks.line.rank])
+        splits = any(action.kind is Kind.WEIGHT for action in self._order.actions[self.ranks.line.rank])
         later = self._deferred if splits else None
         return Program.build(stages, cut, self.ranks.tensor, here, self.module, later)
 
@@ -220,7 +222,7 @@ class Divided(Placed):
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; gradients are left to the sync rule."""
         yield
-        check_frozen(self._frozen)
+        self._check()
         self._flats.check()
 
     def _bring(self) -> None:
@@ -248,6 +250,10 @@ class _Once:
         """What ``run`` gives."""
         arguments, keywords = self._call
         return run(*arguments, **keywords)
+
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Nothing is noted."""
+        return nullcontext()
 
 
 def _forward_only(flow: Flow) -> Schedule:

@@ -12,7 +12,9 @@ from stretto.errors import TaskError
 from stretto.parallel._base import Around, Manner, Microbatch, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down
+from stretto.parallel.offload import Offloaded
 from stretto.parallel.recompute import Recomputed
+from stretto.schedule import Schedule
 from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
 
 
@@ -26,10 +28,12 @@ class Placed:
         self.module, self.ranks = module, ranks
         self._norm = GlobalBatchNorm(module, ranks.world)
         self._recomputed = Recomputed(module, manner, self._norm)
-        self.notes = self._recomputed.notes
+        self._offloaded = Offloaded(module, manner, ranks.world.device)
+        self.notes = (*self._recomputed.notes, *self._offloaded.notes)
         self._places: dict[str, Place] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self._stale = True
+        self.schedule: Schedule | None = None
 
     @property
     def places(self) -> Mapping[str, Place]:
@@ -41,6 +45,7 @@ class Placed:
         if self._stale:
             copy_down(self._places.values())
             self._bring()
+            self._offloaded.refreshed()
             self._stale = False
 
     def _bring(self) -> None:
@@ -55,7 +60,15 @@ class Placed:
         for place, each in enumerate(microbatches):
             each.call()  # out here: errors of the user's data are no lost peer's
             with around(last=place == len(microbatches) - 1, ghost=each.ghost):
-                each.backward(each.loss(each.forward(self.module)))
+                with each.span("forward"), self._offloaded.saving():
+                    roots = each.loss(each.forward(self.module))
+                with each.span("backward"):
+                    each.backward(roots)
+
+    def _check(self) -> None:
+        """Raises where forward or backward did to a parameter what no update would know of."""
+        check_frozen(self._frozen)
+        self._offloaded.check()
 
     # For layouts that leave every gradient to the sync rule, and gather nothing in forward.
 
@@ -90,6 +103,7 @@ class Placed:
         """See :class:`Applied`."""
         self._recomputed.remove()
         self._norm.remove()
+        self._offloaded.remove()
         self._places, self._frozen = {}, {}
         del self.module
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,8 +18,17 @@ from stretto.parallel._base import Example
 ROUNDS: Final = 3  # the least of them counts
 
 
-def costs_of(work: Work, module: nn.Module, values: nn.Module, example: Example) -> list[float]:
-    """Seconds of each of ``work.nodes``, the loss's added to the last, with the types of ``module`` and ``values``'."""
+Seconds = tuple[float, float]
+"""Forward and backward."""
+
+
+def costs_of(work: Work, module: nn.Module, values: nn.Module, example: Example) -> list[Seconds]:
+    """The time of each of ``work.nodes``, the loss's added to the last.
+
+    Args:
+        module: has the types that forward computes with.
+        values: the same model, with values of its parameters and buffers.
+    """
     before = Generators.remember()
     wanted = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     given = {**dict(values.named_parameters()), **{name: buffer.clone() for name, buffer in values.named_buffers()}}
@@ -26,8 +36,9 @@ def costs_of(work: Work, module: nn.Module, values: nn.Module, example: Example)
     try:
         clock = _Clock(work, held, example)
         clock.run()
-        seconds = [clock.seconds.get(node, 0.0) for node in work.nodes]
-        seconds[-1] += clock.loss(example)
+        seconds = [clock.seconds.get(node, (0.0, 0.0)) for node in work.nodes]
+        forward, backward = clock.loss(example)
+        seconds[-1] = seconds[-1][0] + forward, seconds[-1][1] + backward
     finally:
         before.restore()
     return seconds
@@ -40,8 +51,7 @@ class _Clock(fx.Interpreter):
         super().__init__(work.traced.graph, garbage_collect_values=True)
         self._work, self._held, self._example = work, held, example
         self._timed = frozenset(work.nodes)
-        self.seconds: dict[fx.Node, float] = {}
-        self._idle = 0.0
+        self.seconds: dict[fx.Node, Seconds] = {}
         self._idle = _best(lambda: _backward(torch.ones(1, requires_grad=True).view(1)))
         self._found: Any = None
 
@@ -65,7 +75,7 @@ class _Clock(fx.Interpreter):
             with torch.no_grad():
                 return super().run_node(n)
         carries = n in self._work.carries and not _changes(n)
-        best, value = float("inf"), None
+        forward = backward = float("inf")
         for _ in range(1 if _changes(n) else ROUNDS):
             leaves: dict[fx.Node, Any] = {
                 one: _leaf(self.env[one], carries and one in self._work.carries) for one in n.all_input_nodes
@@ -74,27 +84,30 @@ class _Clock(fx.Interpreter):
             began = time.perf_counter()
             with torch.set_grad_enabled(carries):
                 value = getattr(self, n.op)(n.target, arguments, keywords)
-            if carries:
-                _backward(value)
-            best = min(best, time.perf_counter() - began - (self._idle if carries else 0.0))
-        self.seconds[n] = max(0.0, best)
+            forward = min(forward, time.perf_counter() - began)
+            taken = _best(partial(_backward, value), 1) - self._idle if carries else 0.0
+            backward = min(backward, max(0.0, taken))
+        self.seconds[n] = forward, backward
         return torch.utils._pytree.tree_map(_plain, value)
 
-    def loss(self, example: Example) -> float:
-        """Seconds of the loss, forward and backward."""
+    def loss(self, example: Example) -> Seconds:
+        """Of the loss."""
         changed = len(self._work.traced.mutated)
         values: Any = [None if one is None else _leaf(one, one.is_floating_point()) for one in self._found[changed:]]
 
-        def once() -> None:
-            roots, weights = example.loss(filled(self._work.traced.output, values))
-            torch.autograd.backward(roots, weights)
+        found: list[Any] = []
 
-        return _best(once)
+        def forward() -> None:
+            found[:] = [example.loss(filled(self._work.traced.output, values))]
+
+        forwards = _best(forward)
+        roots, weights = found[0]
+        return forwards, _best(lambda: torch.autograd.backward(roots, weights, retain_graph=True))
 
 
-def _best(action: Any) -> float:
+def _best(action: Callable[[], None], rounds: int = ROUNDS) -> float:
     best = float("inf")
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         began = time.perf_counter()
         action()
         best = min(best, time.perf_counter() - began)

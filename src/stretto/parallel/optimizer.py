@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import CheckpointError, Refused, TaskError
 from stretto.parallel._base import Applied, Place
+from stretto.parallel.offload import to_host
 from stretto.parallel.template import Template
 from stretto.state import Box, Slice, StateSource, TensorSpec
 from stretto.state.dtypes import dtype_name
@@ -37,9 +38,10 @@ class BoundOptimizer:
         factory: Callable[[Params], Optimizer],
         template: Template,
         applied: Applied,
-        device: torch.device,
     ) -> None:
         self._places = applied.places
+        trained = (place.local.device for place in self._places.values() if place.local.requires_grad)
+        device = next(trained, applied.ranks.world.device)
         logical = template.logical_params(device)
         names = {id(parameter): name for name, parameter in logical.named()}
         self.optimizer = factory(logical)
@@ -52,6 +54,7 @@ class BoundOptimizer:
                 )
             self._names_by_group.append([names[id(p)] for p in group["params"]])
         self._check_name_counts()
+        self._check_offload(device, applied.ranks.world.device)
         eager = {names[id(p)]: dict(state) for p, state in self.optimizer.state.items() if id(p) in names}
         self.optimizer.state.clear()
         for group, members in zip(self.optimizer.param_groups, self._names_by_group, strict=True):
@@ -68,12 +71,19 @@ class BoundOptimizer:
         if len(set(listed)) != len(listed):
             raise TaskError("task: optimizer() puts a parameter into two groups")
 
+    def _check_offload(self, here: torch.device, device: torch.device) -> None:
+        if here != device and any(group.get("capturable") for group in self.optimizer.param_groups):
+            raise Refused(
+                f"plan: offload: the optimizer is told capturable=True, which torch runs on {device.type} alone, and "
+                "this plan updates on the host; leave capturable out, or offload=optimizer"
+            )
+
     def step(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """One update of this rank's parts with the given gradients; no communication. Where no part lies here, there is
         nothing to update, and not every optimizer takes an empty one."""
         for name, gradient in gradients.items():
             place = self._places[name]
-            place.local.grad = None if place.absent else gradient
+            place.local.grad = None if place.absent or gradient is None else to_host(gradient, place.local)
         self.optimizer.step()
         for name, place in self._places.items():
             place.local.grad = None  # else last step's gradients would lie beside the next one's
@@ -158,7 +168,7 @@ def _state_slices(full: str, value: torch.Tensor, place: Place) -> Iterator[Slic
 
 def _cut(value: Any, place: Place) -> Any:
     if isinstance(value, torch.Tensor) and tuple(value.shape) == place.spec.shape:
-        part = place.gather(lambda box: value[box.within(Box.whole(place.spec.shape))])
+        part = place.gather(lambda box: value[box.within(Box.whole(place.spec.shape))]).to(place.local.device)
         return part.clone(memory_format=torch.contiguous_format)  # the stand-in it was made after has no strides
     return value
 

@@ -11,20 +11,23 @@ Backward of a stage begins at what it sent on, with the gradients that came back
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.comm.members import Members
 from stretto.graph.trace import tensors_in
 from stretto.parallel._base import Around, Call, Microbatch, Roots
 from stretto.parallel.deferred import Deferred, work_off
-from stretto.parallel.program import Program, Result, Shape
+from stretto.parallel.program import Program, Result
 from stretto.schedule import Action, Kind, Schedule
 
 AHEAD: Final = 2  # messages of one rank that are received before they are asked for
@@ -39,6 +42,16 @@ class Message:
     to: int
     microbatch: int
 
+    @property
+    def tag(self) -> int:
+        """A number that another message of the step hardly has; below 2**31."""
+        key = (str(self.kind), self.source, self.to, self.microbatch)
+        return zlib.crc32(repr(key).encode()) >> 1
+
+    def __str__(self) -> str:
+        what = "values" if self.kind is Kind.FORWARD else "gradients"
+        return f"the receipt of microbatch {self.microbatch + 1}'s {what} from stage {self.source}"
+
 
 class Forwarded(Protocol):
     """One microbatch, as far as forward goes."""
@@ -49,13 +62,21 @@ class Forwarded(Protocol):
     def forward(self, run: Callable[..., Any]) -> Any:
         """``run`` on that, and what becomes of its output."""
 
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Surrounds what is to be noted as work on it."""
+
 
 @dataclass
 class _Kept:
-    """What backward of one stage needs of its forward."""
+    """What backward of one stage needs of its forward: no values, which can wait elsewhere (``offload``).
+
+    Args:
+        arrived: where the gradients of what arrived are found.
+        leaving: where those of what was sent on begin.
+    """
 
     arrived: dict[fx.Node, torch.Tensor]
-    leaving: dict[fx.Node, torch.Tensor]
+    leaving: dict[fx.Node, GradientEdge]
     roots: Roots | None = None
 
 
@@ -68,6 +89,7 @@ class Execution:
         microbatches: as many as the schedule has.
         around: surrounds each backward; None: forward alone.
         deferred: takes weight gradients that a schedule puts off.
+        saving: surrounds each forward and loss, and what they keep for backward.
     """
 
     def __init__(
@@ -78,9 +100,10 @@ class Execution:
         microbatches: Sequence[Forwarded],
         around: Around | None = None,
         deferred: Deferred | None = None,
+        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._schedule, self._line, self._program = schedule, line, program
-        self._microbatches, self._around = microbatches, around
+        self._microbatches, self._around, self._saving = microbatches, around, saving
         self._deferred = deferred or Deferred()
         self._put_off: dict[tuple[int, int], list[Any]] = {}  # weight gradients still to be made
         self._ranks = schedule.flow.ranks
@@ -98,6 +121,7 @@ class Execution:
         actions = self._schedule.actions[self._line.rank]
         with self._line.guard():
             for place, action in enumerate(actions):
+                self._line.passed(place)
                 final = place == len(actions) - 1
                 if action.kind is Kind.FORWARD:
                     self._forward(action)
@@ -105,8 +129,9 @@ class Execution:
                     self._weights(action, final)
                 else:
                     self._backward(action, final)
+            self._line.passed(len(actions))
             while self._sent:
-                self._sent.popleft()[0].wait()
+                self._line.wait(self._sent.popleft()[0], "the delivery of its last messages")
 
     # ---- the two actions
 
@@ -114,13 +139,19 @@ class Execution:
         stage, at = action.stage, action.microbatch
         microbatch, program = self._microbatches[at], self._of(at)
         arrived: dict[fx.Node, torch.Tensor] = {}
+        slots: dict[fx.Node, torch.Tensor] = {}
         state: torch.Tensor | None = None
         for source in self._sources(program, stage):
-            found = self._take(Message(Kind.FORWARD, source, stage, at))
+            with microbatch.span("receive", stage):
+                found = self._take(Message(Kind.FORWARD, source, stage, at))
             if (source, stage) in program.stages.hands_on:
                 state = found.pop()
             values = program.stages.incoming[stage].get(source, ())
-            arrived |= {node: _leaf(value, program.shapes[node]) for node, value in zip(values, found, strict=True)}
+            for node, raw in zip(values, found, strict=True):
+                arrived[node] = value = program.shapes[node].restored(raw)
+                if program.shapes[node].carries and torch.is_grad_enabled():
+                    slots[node] = _slot(value)
+                    arrived[node] = _Arrive.apply(slots[node], value)  # type: ignore[no-untyped-call]
         results: list[Result] = []
 
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -130,19 +161,22 @@ class Execution:
             results.append(program.portions[stage].run(given, list(arrived.values())))
             return results[0].output
 
-        output = microbatch.forward(run)
-        kept = _Kept(arrived, dict(results[0].leaving))
+        last = stage == program.stages.count - 1
+        with microbatch.span("forward", stage), self._saving():
+            output = microbatch.forward(run)
+            roots = cast(Microbatch, microbatch).loss(output) if last and self._around is not None else None
         for to in self._targets(program, stage):
             nodes = program.stages.incoming[to].get(stage, ())
-            leaving = [kept.leaving[node].detach().permute(program.shapes[node].order) for node in nodes]
+            leaving = [results[0].leaving[node].detach().permute(program.shapes[node].order) for node in nodes]
             if (stage, to) in program.stages.hands_on:
                 leaving.append(_generators(self._line.device))
-            self._send(Message(Kind.FORWARD, stage, to, at), leaving)
-        if stage == program.stages.count - 1:
-            self.output = output
-        if self._around is not None:
-            kept.roots = cast(Microbatch, microbatch).loss(output) if stage == program.stages.count - 1 else None
-            self._kept[stage, at] = kept
+            with microbatch.span("send", stage):
+                self._send(Message(Kind.FORWARD, stage, to, at), leaving)
+        if self._around is None:
+            self.output = output if last else self.output
+            return
+        sent = {node: get_gradient_edge(one) for node, one in results[0].leaving.items() if one.requires_grad}
+        self._kept[stage, at] = _Kept(slots, sent, roots)
 
     def _backward(self, action: Action, final: bool) -> None:
         stage, at = action.stage, action.microbatch
@@ -151,18 +185,20 @@ class Execution:
         gradients: dict[fx.Node, torch.Tensor] = {}
         for to in self._targets(program, stage):
             nodes = self._carried(program, stage, to)
-            for node, gradient in zip(nodes, self._take(Message(Kind.BACKWARD, to, stage, at)), strict=True):
+            with microbatch.span("receive", stage):
+                found = self._take(Message(Kind.BACKWARD, to, stage, at))
+            for node, gradient in zip(nodes, found, strict=True):
                 gradients[node] = gradients[node] + gradient if node in gradients else gradient
 
         def backward() -> None:
             if kept.roots is not None:
                 microbatch.backward(kept.roots)
                 return
-            passing = [node for node in gradients if kept.leaving[node].requires_grad]
+            passing = [node for node in gradients if node in kept.leaving]
             if passing:  # a frozen stage has nothing to pass on
                 torch.autograd.backward([kept.leaving[n] for n in passing], [gradients[n] for n in passing])
 
-        with self._around(last=final, ghost=microbatch.ghost):
+        with self._around(last=final, ghost=microbatch.ghost), microbatch.span("backward", stage):
             if action.kind is Kind.INPUT:
                 self._put_off[stage, at] = self._deferred.collect(backward)
             else:
@@ -170,12 +206,13 @@ class Execution:
         for source in self._sources(program, stage):
             values = [kept.arrived[node] for node in self._carried(program, source, stage)]
             found = [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
-            self._send(Message(Kind.BACKWARD, stage, source, at), found)
+            with microbatch.span("send", stage):
+                self._send(Message(Kind.BACKWARD, stage, source, at), found)
 
     def _weights(self, action: Action, final: bool) -> None:
         assert self._around is not None
-        ghost = cast(Microbatch, self._microbatches[action.microbatch]).ghost
-        with self._around(last=final, ghost=ghost):
+        microbatch = cast(Microbatch, self._microbatches[action.microbatch])
+        with self._around(last=final, ghost=microbatch.ghost), microbatch.span("weights", action.stage):
             work_off(self._put_off.pop((action.stage, action.microbatch)))
 
     # ---- who sends what to whom
@@ -198,16 +235,17 @@ class Execution:
         """The values from one stage to another whose gradients come back."""
         return [node for node in program.stages.incoming[to].get(source, ()) if program.shapes[node].carries]
 
-    def _from(self, rank: int) -> Iterator[Message]:
-        """The messages that another rank sends to this one, in its order."""
-        for action in self._schedule.actions[rank]:
+    def _from(self, rank: int) -> Iterator[tuple[Message, int]]:
+        """The messages that another rank sends to this one, in its order; each with how many actions it has behind it
+        then."""
+        for place, action in enumerate(self._schedule.actions[rank]):
             if action.kind is Kind.WEIGHT:
                 continue
             program = self._of(action.microbatch)
             kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
             for other in (self._targets if kind is Kind.FORWARD else self._sources)(program, action.stage):
                 if self._ranks[other] == self._line.rank:
-                    yield Message(kind, action.stage, other, action.microbatch)
+                    yield Message(kind, action.stage, other, action.microbatch), place + 1
 
     def _empty(self, message: Message) -> list[torch.Tensor]:
         """Room for what a message holds."""
@@ -236,7 +274,7 @@ class Execution:
         for value in values:
             whole = value.contiguous()
             if whole.numel():
-                self._sent.append((self._line.send(whole, rank), whole))
+                self._sent.append((self._line.send(whole, rank, message.tag), whole))
 
 
 class _Inbox:
@@ -251,35 +289,50 @@ class _Inbox:
         self,
         line: Members,
         rank: int,
-        coming: Iterator[Message],
+        coming: Iterator[tuple[Message, int]],
         room: Callable[[Message], list[torch.Tensor]],
     ) -> None:
         self._line, self._rank, self._coming, self._room = line, rank, coming, room
-        self._posted: dict[Message, list[tuple[torch.Tensor, dist.Work | None]]] = {}
+        self._posted: dict[Message, tuple[int, list[tuple[torch.Tensor, dist.Work | None]]]] = {}
 
     def take(self, message: Message) -> list[torch.Tensor]:
         """Waits for a message; others that come before it are kept."""
         while message not in self._posted:
             self._post()
-        found = self._posted.pop(message)
+        after, found = self._posted.pop(message)
         for _, work in found:
             if work is not None:
-                work.wait()
+                self._line.wait(work, str(message), self._rank, after)
         while len(self._posted) < AHEAD and self._post():
             pass
         return [tensor for tensor, _ in found]
 
     def _post(self) -> bool:
-        message = next(self._coming, None)
+        message, after = next(self._coming, (None, 0))
         if message is None:
             return False
         room = self._room(message)
-        self._posted[message] = [(one, self._line.receive(one, self._rank) if one.numel() else None) for one in room]
+        works = [(one, self._line.receive(one, self._rank, message.tag) if one.numel() else None) for one in room]
+        self._posted[message] = after, works
         return True
 
 
-def _leaf(value: torch.Tensor, shape: Shape) -> torch.Tensor:
-    return shape.restored(value).detach().requires_grad_(shape.carries and torch.is_grad_enabled())
+def _slot(value: torch.Tensor) -> torch.Tensor:
+    """Where the gradient of a value is left: of its shape, with the memory of one number."""
+    return value.new_zeros(()).expand(value.shape).requires_grad_()
+
+
+class _Arrive(torch.autograd.Function):
+    """A value as it came. The graph holds the slot, and the value only where an operator keeps it: a leaf of its own
+    it would hold until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 def _generators(device: torch.device) -> torch.Tensor:

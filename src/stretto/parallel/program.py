@@ -131,7 +131,7 @@ class Program:
         for sources in stages.incoming:
             for node in (one for values in sources.values() for one in values):
                 value, sizes = node.meta["val"], tuple(localizer.shape(node))
-                steps = [-step for step in value.stride()]
-                order = tuple(sorted(range(value.dim()), key=steps.__getitem__))
+                strides = value.stride()
+                order = tuple(sorted(range(value.dim()), key=[-stride for stride in strides].__getitem__))
                 shapes[node] = Shape(sizes, value.dtype, order, node in stages.carries)
         return cls(stages, portions, shapes)

@@ -71,7 +71,8 @@ class Recomputed:
         how = manner.recompute
         if how == "none":
             return
-        wrap = functools.partial(_Piece, how=how, surround=manner.surround, norm=norm)
+        moved = manner.offload in ("activations", "all")
+        wrap = functools.partial(_Piece, how=how, surround=manner.surround, norm=norm, moved=moved)
         layers, sequences = _layers(module)
         for name, layer in layers.items():
             self._replace(layer, wrap(name, [layer], layer.forward))
@@ -171,6 +172,7 @@ class _Piece:
         name: for people.
         run: its own forward.
         surround: what surrounds forward, and so the second one too.
+        moved: what it is called with lies elsewhere until backward, so nothing here may hold it.
     """
 
     def __init__(
@@ -182,7 +184,9 @@ class _Piece:
         how: str,
         surround: Callable[[], AbstractContextManager[Any]],
         norm: GlobalBatchNorm,
+        moved: bool = False,
     ) -> None:
+        self.moved = moved
         self.what = f"plan: recompute={how}: {name}"
         self.run, self.how, self.surround, self.norm = run, how, surround, norm
         self.modules = list(dict.fromkeys(module for owner in owners for module in owner.modules()))
@@ -210,6 +214,8 @@ class _Piece:
             )
         if not self._proved:
             self._prove(again, output, arguments, keywords)
+        if self.moved:
+            again.let_go()
         return output
 
     def _contexts(self, again: _Again) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -311,6 +317,10 @@ class _Again(AbstractContextManager[None]):
                 f"{self.piece.what} was called with a tensor that is changed in place before backward, which would "
                 "begin with the changed one; change a copy, or use recompute=none"
             )
+
+    def let_go(self) -> None:
+        """Forgets the tensors that the piece was called with: whoever moved them looks for changes."""
+        self.inputs, self._versions = [], []
 
     def __enter__(self) -> None:
         self.check_inputs()

@@ -51,12 +51,13 @@ class Sharded(Placed):
         owners = assign_owners((template.specs[name] for name in kept_whole), ranks.world.size)
         sparse = sparse_parameters(self.module)
         parameters = dict(self.module.named_parameters())
-        self._places = {
+        places = {
             name: whole_place(spec, parameters[name], owners[name] == ranks.world.rank, ranks.world, name in sparse)
             if name in owners
             else self._place(self._dtensors[name], spec)
             for name, spec in template.specs.items()
         }
+        self._places = self._offloaded.places(places)
         self._frozen = {name: parameters[name] for name in owners if not template.trainable[name]}
 
     def _shard(self, whole: set[nn.Parameter]) -> FSDPModule:
@@ -99,7 +100,7 @@ class Sharded(Placed):
         self._watch.fired.clear()
         with self._norm.counting(not ghost):
             yield
-        check_frozen(self._frozen)
+        self._check()
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """See :class:`Applied`."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from stretto.parallel._base import Manner, Place, Ranks
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, whole_part, whole_place
 from stretto.parallel.flats import Flats
-from stretto.parallel.layout import Placed, check_frozen
+from stretto.parallel.layout import Placed
 from stretto.parallel.template import Template
 from stretto.state import Shares, assign_owners, deal
 
@@ -43,7 +43,7 @@ class Whole(Placed):
             shares = deal(cuttable, ranks.world.size, manner.whole_tensors)
         specs = [spec for name, spec in template.specs.items() if name in shares]
         self._flats = Flats(dict(self.module.named_parameters()), specs, shares, ranks.world, one_copy)
-        self._places = self._settle(template, shares)
+        self._places = self._offloaded.places(self._settle(template, shares))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
 
     def _settle(self, template: Template, shares: Mapping[str, Shares]) -> dict[str, Place]:
@@ -73,7 +73,7 @@ class Whole(Placed):
         """See :class:`Applied`; nothing is reduced here."""
         with self._norm.counting(not ghost):
             yield
-        check_frozen(self._frozen)
+        self._check()
         self._flats.check()
 
     def teardown(self) -> None:

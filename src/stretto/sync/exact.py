@@ -140,7 +140,7 @@ class ExactSum:
             if gradient is None:
                 gradient = torch.sparse_coo_tensor(
                     torch.empty(1, 0, dtype=torch.int64, device=place.compute.device),
-                    place.local.detach().new_empty(0, *place.spec.shape[1:]),
+                    torch.empty(0, *place.spec.shape[1:], dtype=place.local.dtype, device=place.compute.device),
                     place.spec.shape,
                 )
             self._sparse[name] = place.adds.all_gather_sparse(gradient)
@@ -155,8 +155,9 @@ class ExactSum:
         if self._replicas.size == 1 or not names:
             return
         locals_ = [self._layout.places[name].local for name in names]
+        empty = partial(torch.zeros_like, device=self._world.device)  # they may lie elsewhere
         gradients = [self._layout.gradient(name) for name in names]
-        found = [torch.zeros_like(p) if g is None else g for p, g in zip(locals_, gradients, strict=True)]
+        found = [empty(p) if g is None else g for p, g in zip(locals_, gradients, strict=True)]
         flat = torch.cat([gradient.reshape(-1) for gradient in found])
         self._replicas.all_reduce(flat)
         parts = torch.split(flat, [gradient.numel() for gradient in found])

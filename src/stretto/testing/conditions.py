@@ -41,3 +41,10 @@ def separate_memory(rank: int) -> None:
         raise shm_memory.Unavailable("a planted condition")
 
     members.Members.shared_memory = refuse  # type: ignore[assignment, method-assign]
+
+
+def host_apart(rank: int) -> None:
+    """The device counts as another than the host, and nothing is too small to move, so that offloading moves things."""
+    from stretto.parallel import offload
+
+    vars(offload).update(is_host=lambda device: False, LEAST_BYTES=1)

@@ -128,7 +128,7 @@ class _Prover:
             log_dir=self._folder / "logs",
         )
         result = self._run(job, quiet=True)
-        report = judge(text, record, result, plan.recompute)
+        report = judge(text, record, result, plan)
         if report.status == "passed" and record.random and pieces > 1:
             reason = "forward draws random numbers, which belong to a batch's pieces: equal to one device with as many"
             report = replace(report, reason=f"{reason} (dp=1,microbatches={pieces})")
@@ -161,8 +161,8 @@ class _Prover:
         return result
 
 
-def judge(text: str, record: ReferenceRecord, result: JobResult, recompute: str = "none") -> PlanReport:
-    """What the workers of a plan returned, as a report. ``recompute``: what backward computes again in it."""
+def judge(text: str, record: ReferenceRecord, result: JobResult, plan: Plan) -> PlanReport:
+    """What the workers of a plan returned, as a report."""
     returned = [found for found in result.results.values() if found is not None]
     refused = [found["refused"] for found in returned if "refused" in found]
     if refused:
@@ -172,8 +172,8 @@ def judge(text: str, record: ReferenceRecord, result: JobResult, recompute: str 
         return PlanReport(plan=text, status="failed", reason=reason)
     ranks = [RankFacts.from_json(found["facts"]) for found in returned]
     divergence = first_divergence(record, ranks)
-    if divergence is not None and recompute != "none":
-        divergence = _or_recomputed(divergence, recompute)
+    if divergence is not None:
+        divergence = replace(divergence, likely=divergence.likely + _more_likely(divergence, plan))
     left_out: dict[str, int] = {}
     for rank in ranks:
         for name, count in rank.left_out.items():
@@ -194,13 +194,18 @@ def judge(text: str, record: ReferenceRecord, result: JobResult, recompute: str 
     )
 
 
-def _or_recomputed(divergence: Divergence, recompute: str) -> Divergence:
-    """Adds what it may be where backward computes layers again: the loss was right, so forward was."""
-    more = {
-        "gradient": f"; or a layer is computed otherwise in backward than it was in forward (recompute={recompute})",
-        "weight": f"; or a layer that is computed again in backward changes a buffer twice (recompute={recompute})",
-    }
-    return replace(divergence, likely=divergence.likely + more.get(divergence.what, ""))
+def _more_likely(divergence: Divergence, plan: Plan) -> str:
+    """What else it may be where layers are computed again in backward, or things wait on the host."""
+    again, away = f"recompute={plan.recompute}", f"offload={plan.offload}"
+    more: list[tuple[str, str]] = []
+    if plan.recompute != "none":  # the loss was right, so forward was
+        more.append(("gradient", f"a layer is computed otherwise in backward than it was in forward ({again})"))
+        more.append(("weight", f"a layer that is computed again in backward changes a buffer twice ({again})"))
+    if plan.offload in ("activations", "all"):
+        more.append(("gradient", f"what forward kept came back as something else ({away})"))
+    if plan.offload in ("optimizer", "all"):
+        more.append(("loss", f"the weights that are updated on the host were not brought here ({away})"))
+    return "".join(f"; or {said}" for what, said in more if what == divergence.what)
 
 
 def _discard(text: str) -> None:

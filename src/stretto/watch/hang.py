@@ -12,6 +12,21 @@ _SAME: Final = "every rank must make the same calls in the same order"
 
 
 @dataclass(frozen=True)
+class Message:
+    """How a rank stands to messages from one rank to another.
+
+    Args:
+        sender: the rank whose message it waits for; None where it doesn't.
+        after: how many pieces of work the sender has behind it once that is sent.
+        passed: how many this rank has behind it.
+    """
+
+    sender: int | None = None
+    after: int = 0
+    passed: int = 0
+
+
+@dataclass(frozen=True)
 class Standing:
     """What is known of one rank while nothing moves.
 
@@ -20,6 +35,7 @@ class Standing:
         place: ``file:line in function``; of a rank that does not answer, what it said of this microbatch, if anything.
         waits_in: the collective that it waits in; empty where it is elsewhere.
         loading: the samples that its loaders owe it, where it waits for these.
+        message: how it stands to messages between two ranks.
         state: whether it answers; a ``stopped`` process does nothing until it gets SIGCONT.
     """
 
@@ -31,6 +47,7 @@ class Standing:
     waits_in: str = ""
     loading: str = ""
     state: State = "answers"
+    message: Message = Message()
 
     @property
     def waits(self) -> bool:
@@ -65,6 +82,11 @@ def judge_hang(standings: Sequence[Standing], seconds: float) -> Hang | None:
         culprit, others = away[0], sorted(each.rank for each in away[1:])
         also = f" ({_ranks(others)} did not come either)" if others else ""
         return Hang(culprit, f"{head}{_away(culprit)}{also}, while {_waiting(_groups(waiting)[0])}")
+    for each in waiting:
+        sender = standings[each.message.sender] if each.message.sender is not None else each
+        if sender is not each and sender.message.passed >= each.message.after:
+            told = f"{sender.who()} has not sent what rank {each.rank} waits for, {each.waits_in}, and has gone on"
+            return Hang(sender, f"{head}{told}: it waits in {sender.waits_in}, {_where(sender)}")
     groups = _groups(waiting)
     if len(groups) == 1:
         all_of_them = f"all {len(waiting)} ranks wait in {waiting[0].waits_in}, {_where(waiting[0])}"

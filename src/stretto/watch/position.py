@@ -23,6 +23,7 @@ class Position:
         self.record = Record()
         self._samples: Sequence[int] = ()
         self._calls: Callable[[], tuple[str, int]] = lambda: ("", 0)
+        self._awaited: Callable[[], dict[str, Any]] = dict
 
     def share(self) -> int:
         """Moves the record to where another process can read it; returns a descriptor for that process, to be closed
@@ -30,14 +31,17 @@ class Position:
         self.record, fd = Record.shared()
         return fd
 
-    def begin(self, coordinates: str, calls: Callable[[], tuple[str, int]]) -> None:
+    def begin(
+        self, coordinates: str, calls: Callable[[], tuple[str, int]], awaited: Callable[[], dict[str, Any]] = dict
+    ) -> None:
         """A group is formed, with this worker at ``coordinates``.
 
         Args:
             calls: tells the collective that this member has begun and others have not, where that is known, and how
                 many it has begun in all.
+            awaited: tells the message from one other member that this one waits for, see `Group.awaited`.
         """
-        self.record.coordinates, self._calls = coordinates, calls
+        self.record.coordinates, self._calls, self._awaited = coordinates, calls, awaited
 
     def at(self, phase: Phase, step: int, microbatch: int = 0, samples: Sequence[int] = ()) -> None:
         """Notes what begins now, with the sample ids of its microbatch (counted from 1)."""
@@ -53,13 +57,16 @@ class Position:
         moves = self.record.moves
         found = stand(sys._current_frames()[threading.main_thread().ident or 0])
         under_way, number = self._calls()
-        waits_in = ""
-        if found.waits_in:
+        awaited, waits_in = self._awaited(), ""
+        if "what" in awaited:
+            waits_in = awaited["what"]
+        elif found.waits_in:
             waits_in = under_way or found.waits_in + (f" (call no. {number})" if number else "")
         samples = ", ".join(map(str, self._samples[:4])) + (", ..." if len(self._samples) > 4 else "")
         return {
             "moves": moves,
-            "mark": [number, waits_in, _written_bytes() if found.saves else 0],
+            "awaited": awaited,
+            "mark": [number + awaited.get("passed", 0), waits_in, _written_bytes() if found.saves else 0],
             "waits_in": waits_in,
             "place": found.place,
             "loading": samples if found.loads else "",

@@ -7,10 +7,10 @@ process itself was stopped (Ctrl-Z), the members went on unseen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from stretto.watch.hang import Hang, Standing, State, judge_hang
+from stretto.watch.hang import Hang, Message, Standing, State, judge_hang
 from stretto.watch.record import Record
 
 SILENT_SECONDS: Final = 1.0  # a machine with too much to do answers late, a stopped process never
@@ -87,7 +87,9 @@ class Watcher:
             answer = {}  # it went on after that
         state: State = "silent" if subject.state == "answers" and member in self._asked else subject.state
         told = {key: answer.get(key, "") for key in ("place", "waits_in", "loading")}
-        return Standing(rank, member, record.coordinates, record.doing(), **told, state=state)
+        awaited = answer.get("awaited", {})
+        found = Standing(rank, member, record.coordinates, record.doing(), **told, state=state)
+        return replace(found, message=Message(awaited.get("sender"), awaited.get("after", 0), awaited.get("passed", 0)))
 
 
 def state_of_process(pid: int) -> State:

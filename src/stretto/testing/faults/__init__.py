@@ -23,6 +23,7 @@ from stretto.testing.faults.measures import (
     norm_of_own_shards,
     unclipped,
 )
+from stretto.testing.faults.offload import memory_taken_for_another, weights_left_on_the_host
 from stretto.testing.faults.precision import (
     clipped_while_scaled,
     no_masters,
@@ -72,6 +73,7 @@ __all__ = [
     "local_running_statistics",
     "lost_group",
     "lost_sparse_rows",
+    "memory_taken_for_another",
     "missed_gradient",
     "no_masters",
     "nominal_divisor",
@@ -98,5 +100,6 @@ __all__ = [
     "term_divided_by_anothers_weight",
     "tied_weight_counted_twice",
     "unclipped",
+    "weights_left_on_the_host",
     "wrong_divisor",
 ]

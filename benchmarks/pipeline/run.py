@@ -1,0 +1,228 @@
+"""A step of ``pp=2`` against its schedule's theory, and against torch's own executor of pipelines.
+
+    OMP_NUM_THREADS=1 python benchmarks/pipeline/run.py [--blocks 30] [--microbatches 8] [--out results.json]
+
+All arms train the same model of equal blocks on the same samples in the same two processes, interleaved in paired
+blocks; their losses must agree. Torch's arms are ``torch.distributed.pipelining``'s schedules over Gloo, with the model
+cut by hand in the middle, plain SGD, and nothing else: no norm, no vote, no ledger.
+
+*Theory* is the schedule carried out by arithmetic (:mod:`stretto.schedule`) with each stage's own time, which both
+ranks take at the same time, so with the other core busy, without any message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from forked import run_forked
+from paired import Ratio, ratio, run_blocks, table
+from torch.distributed import pipelining
+
+from stretto.assemble import assemble, build_template
+from stretto.comm.group import Group
+from stretto.data import Feeder, Position, Sampler
+from stretto.machinery import Machinery
+from stretto.observe import Lanes
+from stretto.parallel.divided import Divided
+from stretto.plan import Plan
+from stretto.schedule import Costs, build_schedule, simulate
+from stretto.step import Stepper
+from stretto.task import Task, load_task
+
+HERE = Path(__file__).resolve().parent
+SETTINGS = {"depth": 4, "width": 256, "heads": 8, "time": 64, "batch": 32}
+PLANS = {
+    "1f1b": "pp=2,microbatches={}",
+    "interleaved": "pp=2,microbatches={},schedule=interleaved,chunks=2",
+    "zero-bubble": "pp=2,microbatches={},schedule=zero-bubble",
+}
+TORCH = {
+    "1f1b": (pipelining.Schedule1F1B, 1),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
+    "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
+}
+FIRST_STEPS = 3
+LOSS_TOLERANCE = 1e-4
+
+
+class Ours:
+    """A step of stretto's engine, as a run makes it."""
+
+    def __init__(self, task: Task, plan: str, group: Group) -> None:
+        parsed = Plan.parse(plan)
+        dataset = task.data()["train"]
+        self.on: Machinery = assemble(task, parsed, build_template(task), group, dataset=dataset)
+        feeder = Feeder(dataset, task.collate, task.recipe.seed)
+        self.stepper = Stepper(task, parsed, feeder, self.on)
+        self.batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
+        self.plan = parsed
+
+    def __call__(self) -> float:
+        """The loss."""
+        return self.stepper.step(next(self.batches)).loss
+
+    @property
+    def lanes(self) -> Lanes:
+        """What the rank noted."""
+        return self.stepper.lanes
+
+
+def torchs(task: Task, how: str, microbatches: int, group: Group, gloo: Any) -> Callable[[], float]:
+    """A step of torch's executor."""
+    kind, chunks = TORCH[how]
+    whole = build_template(task).structure
+    size = len(list(whole)) // (2 * chunks)  # type: ignore[arg-type]
+    stages, parameters = [], []
+    for chunk in range(chunks):
+        index = chunk * 2 + group.rank
+        part = torch.nn.Sequential(*list(whole)[index * size : (index + 1) * size])  # type: ignore[arg-type]
+        parameters += list(part.parameters())
+        stages.append(pipelining.PipelineStage(part, index, 2 * chunks, torch.device("cpu"), group=gloo))
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    batch_size = task.recipe.batch
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return task.losses(output, (None, target))["loss"][0] / batch_size
+
+    pipeline = kind(stages[0] if chunks == 1 else stages, microbatches, loss_fn=loss, scale_grads=False)
+    dataset = task.data()["train"]
+    feeder = Feeder(dataset, task.collate, task.recipe.seed)
+    batches = Sampler(len(dataset), batch_size, task.recipe.seed).batches(1, Position())
+
+    def step() -> float:
+        batch = next(batches)
+        inputs, targets = feeder.get(batch.ids, batch.start.epoch)
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        if group.rank == 0:
+            pipeline.step(inputs)
+        else:
+            pipeline.step(target=targets, losses=losses)
+        optimizer.step()
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        dist.all_reduce(total, group=gloo)
+        return float(total)
+
+    return step
+
+
+def stage_seconds(ours: Ours, group: Group, rounds: int = 6) -> list[tuple[float, float]]:
+    """Forward and backward of each stage, in seconds, while the other rank runs its own; without any message."""
+    applied = ours.on.applied
+    assert isinstance(applied, Divided)
+    (program,) = [one for key, one in applied._programs.items() if key[0]]
+    task, size = ours.stepper.task, ours.stepper.task.recipe.batch // ours.plan.microbatches
+    samples = task.collate([task.data()["train"][index] for index in range(size)])
+    found: dict[int, tuple[list[float], list[float]]] = {stage: ([], []) for stage in program.portions}
+    keep = 2  # microbatches at once, so that memory is as warm as in a pipeline
+    group.barrier()
+    for _ in range(rounds):
+        for stage, portion in program.portions.items():
+            waiting = []
+            for _ in range(keep):
+                arriving = [torch.randn(program.shapes[n].sizes).requires_grad_() for n in portion.arriving]
+                began = time.perf_counter()
+                result = portion.run([samples[0]], arriving)
+                if stage == program.stages.count - 1:
+                    roots = [task.losses(result.output, samples)["loss"][0] / size]
+                else:
+                    roots = list(result.leaving.values())
+                found[stage][0].append(time.perf_counter() - began)
+                waiting.append(roots)
+            for roots in waiting:
+                gradients = [torch.ones_like(root) for root in roots]
+                began = time.perf_counter()
+                torch.autograd.backward(roots, gradients)
+                found[stage][1].append(time.perf_counter() - began)
+    ours.on.sync.begin()
+    group.barrier()
+    medians = {stage: [statistics.median(times) for times in both] for stage, both in found.items()}
+    every: dict[int, list[float]] = {}
+    for theirs in group.gather_json({str(stage): both for stage, both in medians.items()}):
+        every |= {int(stage): both for stage, both in theirs.items()}
+    return [(every[stage][0], every[stage][1]) for stage in sorted(every)]
+
+
+def against_theory(ours: Ours, group: Group, steps: int) -> dict[str, Any]:
+    """The pipeline's part of a step (all microbatches, forward and backward) over the schedule's theory."""
+    applied = ours.on.applied
+    assert isinstance(applied, Divided)
+    measured, theory = [], []
+    for _ in range(5):  # in turn, as the machine's speed drifts
+        costs = stage_seconds(ours, group)
+        schedule = build_schedule(ours.plan.schedule, applied._flow, ours.plan.microbatches)
+        shares = tuple(0.5 for _ in costs)
+        theory.append(simulate(schedule, Costs(*map(tuple, zip(*costs, strict=True)), shares)).seconds)  # type: ignore[arg-type]
+        times = []
+        for _ in range(steps):
+            ours()
+            spans = [span for span in ours.lanes.steps[-1][1] if span.microbatch is not None]
+            times.append((spans[0].start, spans[-1].end))
+        begun = [min(every) for every in zip(*group.gather_json([begin for begin, _ in times]), strict=True)]
+        ended = [max(every) for every in zip(*group.gather_json([end for _, end in times]), strict=True)]
+        measured.append(statistics.median(end - begin for begin, end in zip(begun, ended, strict=True)))
+    ratios = sorted(m / t for m, t in zip(measured, theory, strict=True))
+    return {
+        "milliseconds": 1000 * statistics.median(measured),
+        "theory_milliseconds": 1000 * statistics.median(theory),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def _drop(step: Callable[[], float]) -> None:
+    step()
+
+
+def main() -> None:
+    """Runs the arms and prints the tables; rank 0 speaks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    def body(group: Group) -> None:
+        task, gloo = load_task(HERE / "task.py", SETTINGS), dist.new_group(backend="gloo")
+        arms: dict[str, Callable[[], float]] = {}
+        for how, plan in PLANS.items():
+            arms[f"torch, {how}"] = torchs(task, how, options.microbatches, group, gloo)
+            arms[how] = Ours(task, plan.format(options.microbatches), group)
+        arms["torch, 1f1b, again"] = torchs(task, "1f1b", options.microbatches, group, gloo)
+        losses = {name: [step() for _ in range(FIRST_STEPS)][-1] for name, step in arms.items()}
+        if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * min(losses.values()):
+            raise SystemExit(f"the arms do different work; losses after {FIRST_STEPS} steps: {losses}")
+        theory = {how: against_theory(arms[how], group, 5) for how in PLANS}  # type: ignore[arg-type]
+        timed = {name: partial(_drop, step) for name, step in arms.items()}
+        times = run_blocks(timed, options.blocks, 1, group.barrier)
+        ratios: list[Ratio] = [ratio("torch, 1f1b, again", "torch, 1f1b", times)]
+        ratios += [ratio(how, f"torch, {how}", times) for how in PLANS]
+        ratios += [ratio(how, "1f1b", times) for how in PLANS if how != "1f1b"]
+        if group.rank == 0:
+            print(table(ratios, times))
+            for how, found in theory.items():
+                spread = f"{found['ratio']:.3f} ({min(found['ratios']):.3f} to {max(found['ratios']):.3f})"
+                took = f"{found['milliseconds']:.1f} ms, theory {found['theory_milliseconds']:.1f} ms"
+                print(f"{how}: {took}, ratio {spread}", flush=True)
+            if options.out:
+                head = {"workers": 2, "torch": torch.__version__, "settings": SETTINGS, "losses": losses}
+                found = {"ratios": [one.to_json() for one in ratios], "theory": theory}
+                options.out.write_text(json.dumps({**head, **found}, indent=1) + "\n")
+
+    run_forked(2, body)
+
+
+if __name__ == "__main__":
+    main()
