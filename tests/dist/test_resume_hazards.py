@@ -99,12 +99,12 @@ def test_each_file_is_written_by_one_rank_and_appears_by_a_rename_re06(starter: 
     assert len(paths) > 8, "each of four ranks has at least events, ledger and its part of two checkpoints"
     # What grows by whole lines is its member's own; whatever else there is was written aside.
     lines = re.compile(r"/(events|ledger)/(member-m\d+|starts)\.jsonl$|/logs/member-m\d+\.log$")
-    aside = re.compile(r"/\.step-\d+\.partial-[^/]+/|/\.summary\.json\.\d+$")
+    aside = re.compile(r"/\.step-\d+\.partial-[^/]+/|/\.summary\.json\.\d+$|/trace/\.steps-\d+-\d+\.json\.\d+$")
     assert [path for path in paths if not lines.search(path) and not aside.search(path)] == []
     renamed = [target for rank in found for target in {pair[1] for pair in rank["renamed"]}]
     assert len(renamed) == len(set(renamed)), "two ranks gave one file its name"
     to = {Path(target).name for target in renamed}
-    assert {"step-00000002", "step-00000004", "manifest.json", "summary.json"} <= to
+    assert {"step-00000002", "step-00000004", "manifest.json", "summary.json", "steps-00000001-00000004.json"} <= to
 
 
 def test_a_disk_full_on_one_rank_is_told_on_all_and_the_old_checkpoint_stays_rs05(

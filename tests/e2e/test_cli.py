@@ -336,16 +336,16 @@ def test_an_exit_code_of_the_task_is_kept(tmp_path: Path) -> None:
 
 
 def test_verify_of_right_plans(tmp_path: Path) -> None:
-    done = good(tmp_path, "verify", LINE, "--plan", "dp=2", "--plan", "pp=2", "--steps", "2", "--json")
+    done = good(tmp_path, "verify", LINE, "--plan", "dp=2", "--plan", "cp=2", "--steps", "2", "--json")
     assert done.json["passed"] is True
     assert [plan["status"] for plan in done.json["plans"]] == ["passed", "refused"]
     assert done.json["plans"][0]["grad_max_rel"] <= 1e-13
 
 
 def test_verify_of_numbers_that_depend_on_the_rank(tmp_path: Path) -> None:
-    done = stretto(tmp_path, "verify", LINE, "--plan", "dp=2", "--plan", "pp=2", "--set", "how=by rank")
+    done = stretto(tmp_path, "verify", LINE, "--plan", "dp=2", "--plan", "cp=2", "--set", "how=by rank")
     assert done.code == 1, done.out + done.err
     assert re.search(r"^dp=2 +failed +\d", done.out, re.MULTILINE)
     assert re.search(r"^ +first: step 1: loss\b", done.out, re.MULTILINE)
-    assert re.search(r"^pp=2 +refused\n +plan: pp is planned but not built yet", done.out, re.MULTILINE)
+    assert re.search(r"^cp=2 +refused\n +plan: cp is planned but not built yet", done.out, re.MULTILINE)
     assert "1 failed, 1 refused" in done.out

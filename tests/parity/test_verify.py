@@ -86,7 +86,7 @@ def one(report: VerifyReport) -> PlanReport:
 
 
 def test_plans_are_refused_with_their_reasons(launcher: LocalLauncher) -> None:
-    report = prove(launcher, "digits", ("dp=2,microbatches=2", "pp=2", "dp=1", "dp=1,loaders=2"), {})
+    report = prove(launcher, "digits", ("dp=2,microbatches=2", "cp=2", "dp=1", "dp=1,loaders=2"), {})
     split, later, plain, loaded = report.plans
     assert [plan.status for plan in report.plans] == ["refused", "refused", "passed", "passed"]
     assert loaded.reason == "loaders=2 took no part: verify watches each worker fetch its samples itself"

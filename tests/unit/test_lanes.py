@@ -91,7 +91,7 @@ def test_every_test_runs_once_those_that_measure_alone_and_a_failure_is_the_end(
 
 
 def test_an_interrupt_ends_both_lanes_and_shows_what_they_found(room: Path) -> None:
-    for folder in ("e2e", "new"):
+    for folder in ("dist", "parity"):
         plant(room, folder, "note(f'pid {__import__(\"os\").getpid()}'); time.sleep(60)")
     process = lanes(room)
     log = room / "log"

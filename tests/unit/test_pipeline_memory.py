@@ -77,8 +77,8 @@ def test_what_passes_between_stages_is_freed_where_what_forward_keeps_is_moved(
     passed, free = list[StorageWeakRef](), list[bool]()
     honest = Portioned.run
 
-    def run(self: Portioned, given: Any, arriving: Any) -> Any:
-        result = honest(self, given, arriving)
+    def run(self: Portioned, given: Any, arriving: Any, looker: Any = None) -> Any:
+        result = honest(self, given, arriving, looker)
         passed.extend(StorageWeakRef(one.untyped_storage()) for one in (*arriving, *result.leaving.values()))
         return result
 
