@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from stretto.comm.line import Line
 from stretto.comm.members import Broken, Members
 from stretto.comm.shm_group import BACKEND, SharedMemoryGroup, form_shared_memory_group
 from stretto.comm.shm_memory import Unavailable
@@ -110,10 +111,12 @@ class Group(Members):
                  for line in mesh.lines("pp", *axes))  # fmt: skip
         return self._among(tuple(lines))
 
-    def line(self, mesh: Mesh, axis: str) -> Members:
+    def line(self, mesh: Mesh, axis: str) -> Line:
         """As :meth:`along`, for messages from one member to another. Every member must call it."""
-        backend = "gloo" if self.device.type == "cpu" else None
-        return self._among(mesh.lines(axis), backend)
+        lines = mesh.lines(axis)
+        plain = self._among(lines, "gloo" if self.device.type == "cpu" else None)
+        shared = self._among(lines) if self.transport == SHARED_MEMORY and plain.size > 1 else None
+        return Line(plain.rank, plain.size, self.device, plain._group, self._broken, shared)
 
     def _among(self, lines: Sequence[tuple[int, ...]], backend: str | None = None) -> Members:
         """Those of the line that this member is in; each member is in one at most."""

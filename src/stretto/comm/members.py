@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -197,42 +197,10 @@ class Members:
                     raise Unavailable(f"rank {rank}: {found}")
         return torch.frombuffer(memory.mapped, dtype=torch.uint8)[PAGE:]
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> dist.Work:
-        """Begins to send ``tensor`` to one member, who must receive it; it must stay as it is until that is waited for.
-        Only along a line that :meth:`Group.line` made.
-
-        Args:
-            tag: what it is, at least 0; over Gloo it only meets a receive of the same tag.
-        """
-        tag = tag if self.device.type == "cpu" else 0  # NCCL has none: there the order alone tells
-        with self.guard():
-            return cast(dist.Work, dist.isend(tensor, group_dst=to, group=self.process_group, tag=tag))
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work:
-        """Begins to receive into ``tensor`` what one member sends; messages of one sender, and of one tag, come in the
-        order in which they were sent."""
-        tag = tag if self.device.type == "cpu" else 0
-        with self.guard():
-            return cast(dist.Work, dist.irecv(tensor, group_src=source, group=self.process_group, tag=tag))
-
-    def passed(self, number: int) -> None:
-        """Notes how many pieces of work this member has behind it, for whoever asks why another waits."""
-        self._broken.passed = number
-
-    def wait(self, work: dist.Work, what: str, source: int | None = None, after: int = 0) -> None:
-        """Returns when a message has gone or come.
-
-        Args:
-            what: in words, for whoever asks what this member waits in.
-            source: who sends it, ``after`` so many pieces of work; None for one that goes out.
-        """
-        if work.is_completed():
-            return
-        sender = None if source is None else dist.get_global_rank(self.process_group, source)
-        self._broken.awaited = Awaited(what, sender, after)
-        with self.guard():
-            work.wait()
-        self._broken.awaited = None
+    def check_peers(self) -> None:
+        """Raises Lost where another member has died or left, as far as shared memory tells."""
+        if isinstance(self._group, SharedMemoryGroup):
+            self._group.check_peers()
 
     def barrier(self) -> None:
         """Returns when every member has come."""

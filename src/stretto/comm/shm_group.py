@@ -85,6 +85,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         """The call that this member has begun and others have not, and how many it has begun. Any thread may ask."""
         return self._segment.under_way(), self._count
 
+    def check_peers(self) -> None:
+        """Raises Lost where another member has died or left."""
+        self._segment.check_peers()
+
     # The collectives, with torch's names and arguments.
 
     def barrier(self, opts: Any = None) -> dist.Work:

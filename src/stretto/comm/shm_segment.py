@@ -203,6 +203,16 @@ class Segment:
         if self._left is not None:
             raise type(self._left)(*self._left.args)
 
+    def check_peers(self) -> None:
+        """Raises Lost where another member has died or left, whatever it has posted."""
+        for peer in range(self.size):
+            if self._words[self._word(peer, _FAULT)]:
+                at = peer * PAGE + _REASON
+                why = self._memory[at : at + _REASON_BYTES].rstrip(b"\0").decode(errors="replace")
+                raise Lost(f"rank {peer} left: {why}")
+            if not self._lives(peer):
+                raise Lost(f"rank {peer} died")
+
     def _check(self, call: bytes, now: float) -> None:
         """Raises where the step can't complete any more."""
         for peer in range(self.size):  # this member too, whose group may be broken by another thread

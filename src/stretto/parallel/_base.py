@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stretto.comm.group import Group
+from stretto.comm.line import Line
 from stretto.comm.members import Members
 from stretto.schedule import Schedule
 from stretto.state import Box, Part, Shares, Slice, StateSource, TensorSpec
@@ -56,7 +57,7 @@ class Ranks:
     replicas: Members
     tensor: Members
     stage: Members
-    line: Members
+    line: Line
     holders: Callable[[Sequence[int]], tuple[Members, Members]]
 
     @property

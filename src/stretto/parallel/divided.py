@@ -82,6 +82,7 @@ class Divided(Placed):
         self.schedule = self._order if plan.pp > 1 else None
         self._programs[_key(True, call)] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
+        self._open_line()
         self.module.forward = self._forward(self.module.forward)
 
     def _check_trace(
@@ -97,6 +98,15 @@ class Divided(Placed):
         if why:
             raise Refused(f"plan {self._plan}: {why}")
         self.notes = (*self.notes, *([note] if note else []))
+
+    def _open_line(self) -> None:
+        """Room for what stages send: of one microbatch all that passes, for as many as a rank may be ahead."""
+        (program,) = self._programs.values()
+        passing = sum(shape.num_bytes for shape in program.shapes.values())
+        ranks = self._flow.ranks
+        pairs = {(ranks[source], ranks[to]) for source, to in self._flow.feeds if ranks[source] != ranks[to]}
+        ahead = min(self._plan.microbatches, self._plan.pp + 1)
+        self.ranks.line.open(passing * ahead, [*pairs, *((to, source) for source, to in pairs)])
 
     # ---- what lies where
 

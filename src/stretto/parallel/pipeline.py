@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from stretto.comm.members import Members
+from stretto.comm.line import Line, Sending
 from stretto.graph.trace import tensors_in
 from stretto.parallel._base import Around, Call, Microbatch, Roots
 from stretto.parallel.deferred import Deferred, work_off
@@ -96,7 +95,7 @@ class Execution:
     def __init__(
         self,
         schedule: Schedule,
-        line: Members,
+        line: Line,
         program: Callable[[Call], Program],
         microbatches: Sequence[Forwarded],
         around: Around | None = None,
@@ -116,7 +115,7 @@ class Execution:
         self._inboxes = {
             rank: _Inbox(line, rank, self._from(rank), self._empty) for rank in range(line.size) if rank != line.rank
         }
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sent: deque[tuple[Sending, torch.Tensor]] = deque()
         self.output: Any = None
 
     def run(self) -> None:
@@ -292,13 +291,13 @@ class _Inbox:
 
     def __init__(
         self,
-        line: Members,
+        line: Line,
         rank: int,
         coming: Iterator[tuple[Message, int]],
         room: Callable[[Message], list[torch.Tensor]],
     ) -> None:
         self._line, self._rank, self._coming, self._room = line, rank, coming, room
-        self._posted: dict[Message, tuple[int, list[tuple[torch.Tensor, dist.Work | None]]]] = {}
+        self._posted: dict[Message, tuple[int, list[tuple[torch.Tensor, Sending | None]]]] = {}
 
     def take(self, message: Message) -> list[torch.Tensor]:
         """Waits for a message; others that come before it are kept."""

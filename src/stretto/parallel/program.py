@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,11 @@ class Shape:
     dtype: torch.dtype
     order: tuple[int, ...]
     carries: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the value."""
+        return math.prod(self.sizes) * self.dtype.itemsize
 
     @property
     def sent(self) -> list[int]:
