@@ -17,7 +17,7 @@ from stretto.sync._base import Part
 class GradientBucket(ABC):
     """The gradients of some parameters, summed over all members. Every member must make the same calls in one order.
 
-    ``own`` holds the sums of this member's part of the bucket.
+    ``own`` holds the sums of this member's part of the bucket, where they lie together.
     """
 
     own: torch.Tensor
@@ -57,8 +57,13 @@ class GradientBucket(ABC):
     def settle(self) -> None:
         """Returns when every sum that was started is in ``own``."""
 
-    def gradient(self, name: str) -> torch.Tensor:
-        """The summed gradient of this member's share of a parameter, in the share's shape."""
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The sums of this member's part, as they lie in memory."""
+        return [self.own]
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The summed gradient of this member's share of a parameter, in the share's shape; None where none came."""
         part = self._parts[name]
         box = Box.whole(part.local.shape) if part.shares is None else part.shares[self._members.rank]
         if not box.numel:
@@ -115,6 +120,54 @@ class Kept(GradientBucket):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+class Lone(GradientBucket):
+    """Of one member alone there is nothing to add up: gradients stay where autograd leaves them.
+
+    Those of a lower precision are added by hand.
+    """
+
+    def __init__(self, bucket: Bucket, parts: Mapping[str, Part], members: Members) -> None:
+        super().__init__(bucket, parts, members)
+        self._wide: dict[str, torch.Tensor] = {}
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """See :class:`GradientBucket`."""
+        found = (self._gradient(name) for name in self.names)
+        return [gradient for gradient in found if gradient is not None]
+
+    def begin(self) -> None:
+        """See :class:`GradientBucket`."""
+        self._wide = {}
+        for part in self._parts.values():
+            part.compute.grad = None
+
+    def arrived(self, name: str) -> None:
+        """See :class:`GradientBucket`."""
+        compute = self._parts[name].compute
+        if compute.dtype == self._dtype or compute.grad is None:
+            return
+        if name in self._wide:
+            self._wide[name].add_(compute.grad)
+        else:
+            self._wide[name] = compute.grad.to(self._dtype)
+        compute.grad = None
+
+    def send(self) -> None:
+        """See :class:`GradientBucket`; nothing goes out."""
+
+    def settle(self) -> None:
+        """See :class:`GradientBucket`."""
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """See :class:`GradientBucket`."""
+        gradient, shares = self._gradient(name), self._parts[name].shares
+        return gradient if gradient is None or shares is None else gradient.view(shares[0].shape)
+
+    def _gradient(self, name: str) -> torch.Tensor | None:
+        return self._wide.get(name, self._parts[name].compute.grad)
 
 
 class Passing(GradientBucket):

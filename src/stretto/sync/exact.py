@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from stretto.comm.members import Members
 from stretto.state import Shares, TensorSpec, pack
 from stretto.sync._base import Layout, Part
-from stretto.sync.buckets import GradientBucket, Kept, Passing
+from stretto.sync.buckets import GradientBucket, Kept, Lone, Passing
 
 BUCKET_BYTES: Final = 8 * 2**20
 IN_FLIGHT: Final = 2  # passing buckets that may be on their way at once
@@ -45,9 +45,9 @@ class ExactSum:
         own = {n: p for n, p in layout.places.items() if not p.summed and not p.elsewhere and p.compute.requires_grad}
         dense = {name: place for name, place in own.items() if not place.sparse}
         shares: dict[str, Shares] = {name: p.shares for name, p in dense.items() if p.shares is not None}
-        kind = Kept if keep else Passing
         self._buckets: list[GradientBucket] = []
         for together in _by_holders(dense):
+            kind = Lone if together[0].adds.size == 1 else Kept if keep else Passing
             packed = pack([_held(place) for place in reversed(together)], shares, bucket_bytes)
             self._buckets += [kind(bucket, dense, together[0].adds) for bucket in packed]
         self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
@@ -180,7 +180,7 @@ class ExactSum:
         places, replicas = self._layout.places, self._replicas
         parts = []
         for bucket in self._buckets:
-            parts.append(_piece(bucket.own, places[bucket.names[0]].alike))
+            parts += [_piece(one.reshape(-1), places[bucket.names[0]].alike) for one in bucket.sums]
         for name, gradient in self._sparse.items():
             if gradient is not None:
                 parts.append(_piece(gradient._values(), places[name].alike))
@@ -201,7 +201,7 @@ class ExactSum:
         """See :class:`Sync`."""
         if factor == 1.0:
             return
-        tensors = [bucket.own for bucket in self._buckets]
+        tensors = [one for bucket in self._buckets for one in bucket.sums]
         tensors += [gradient._values() for gradient in self._sparse.values() if gradient is not None]
         tensors += [gradient for gradient in self._of_layout().values() if gradient is not None]
         if tensors:
