@@ -10,7 +10,7 @@ operations in their own order. Python that forward runs beside them runs once, w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -72,6 +72,7 @@ class Divided(Placed):
         self._users = stages.users
         self._cuts = _parts(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
+        self._refuse_shared(types)
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         _replace(self.module, self._parts)
@@ -130,6 +131,16 @@ class Divided(Placed):
         if not spec.shape or not spec.numel:
             return tuple(range(self._plan.pp))
         return tuple(sorted({self._flow.ranks[stage] for stage in self._users[name]}))
+
+    def _refuse_shared(self, narrow: Collection[str]) -> None:
+        """Raises Refused where one device would add up in a lower precision what stages add up in float32."""
+        shared = [n for n, holders in self._holders.items() if len(holders) > 1 and n in narrow and self._trains[n]]
+        if shared:
+            raise Refused(
+                f"plan {self._plan}: {shared[0]} is used by several stages. One device adds the gradients of its uses "
+                "in the lower precision that forward computes with, the stages in float32, so the numbers would differ "
+                "by that rounding; use fp32, or pp=1, or a parameter for each use"
+            )
 
     def _settle(self, template: Template) -> dict[str, Place]:
         """What a rank holds has an owner among those that hold the same."""
