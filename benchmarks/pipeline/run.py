@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,12 @@ LOSS_TOLERANCE = 1e-4
 class Ours:
     """A step of stretto's engine, as a run makes it."""
 
-    def __init__(self, task: Task, plan: str, group: Group) -> None:
+    def __init__(self, task: Task, plan: str, group: Group, starts: Sequence[int] | None = None) -> None:
         parsed = Plan.parse(plan)
         dataset = task.data()["train"]
-        self.on: Machinery = assemble(task, parsed, build_template(task), group, dataset=dataset)
+        self.on: Machinery = assemble(
+            task, parsed, build_template(task), group, dataset=dataset, starts=starts
+        )
         feeder = Feeder(dataset, task.collate, task.recipe.seed)
         self.stepper = Stepper(task, parsed, feeder, self.on)
         self.batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())

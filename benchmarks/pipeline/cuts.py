@@ -1,0 +1,70 @@
+"""How near the cut that stretto finds for ``pp=2`` comes to the best one, on a model whose ends are unlike its middle.
+
+    OMP_NUM_THREADS=1 python benchmarks/pipeline/cuts.py [--cuts 13] [--rounds 3] [--out cuts.json]
+
+For the cut that was found and others around it, over the middle half of the operations, both stages are timed at once,
+so with the other core busy, forward and backward of one microbatch. What counts is the longer stage: the pipeline's pace.
+The cuts take turns, a few rounds; the median of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from forked import run_forked
+from run import Ours, stage_seconds
+
+from stretto.assemble import build_template, example_of
+from stretto.comm.group import Group
+from stretto.graph.stages import work_of
+from stretto.graph.trace import trace
+from stretto.plan import Plan
+from stretto.task import load_task
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"depth": 4, "width": 192, "heads": 6, "context": 128, "batch": 16}
+PLAN = "pp=2,microbatches=4"
+
+
+def main() -> None:
+    """Measures the cuts and prints them; rank 0 speaks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuts", type=int, default=13)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    def body(group: Group) -> None:
+        task, plan = load_task(ROOT / "examples" / "gpt", SETTINGS), Plan.parse(PLAN)
+        template = build_template(task)
+        traced = trace(template.structure.train(), *example_of(task, plan, template, None).call)
+        edges = work_of(traced, template.trainable).edges
+        middle = edges[len(edges) // 4 : 3 * len(edges) // 4]
+        others = middle[:: max(1, len(middle) // options.cuts)]
+        found = Ours(task, PLAN, group)
+        arms = {"found": found} | {str(place): Ours(task, PLAN, group, (place,)) for place in others}
+        longest: dict[str, list[float]] = {name: [] for name in arms}
+        for _ in range(options.rounds):
+            for name, ours in arms.items():
+                longest[name].append(max(forward + backward for forward, backward in stage_seconds(ours, group, 4)))
+        paces = {name: statistics.median(times) for name, times in longest.items()}
+        if group.rank == 0:
+            best = min((name for name in paces if name != "found"), key=paces.__getitem__)
+            for name, pace in paces.items():
+                print(f"cut {name:>6}: the longer stage takes {1000 * pace:.2f} ms")
+            print(f"found over the best of the others ({best}): {paces['found'] / paces[best]:.3f}", flush=True)
+            if options.out:
+                head = {"workers": 2, "settings": SETTINGS, "plan": PLAN, "operations": len(edges) + 1}
+                options.out.write_text(json.dumps({**head, "seconds": paces}, indent=1) + "\n")
+
+    run_forked(2, body)
+
+
+if __name__ == "__main__":
+    main()
