@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline/cuts.py [--cuts 13] [--rounds 3] [--out cuts.json]
 
-For the cut that was found and others around it, over the middle half of the operations, both stages are timed at once,
-so with the other core busy, forward and backward of one microbatch. What counts is the longer stage: the pipeline's pace.
+For the cut that was found and others around it, over the middle half of the operations, both stages are timed at
+once, so with the other core busy, forward and backward of one microbatch. What counts is the longer stage: the
+pipeline's pace.
 The cuts take turns, a few rounds; the median of each counts.
 """
 
