@@ -106,7 +106,7 @@ def explain(task: Task, plan: Plan) -> Explained:
     with computing(task.recipe.precision):
         traced = trace(template.structure.train(), *example.call)
         work = work_of(traced, template.trainable)
-        count = plan.pp * max(1, plan.chunks)
+        count = plan.num_stages
         costs = costs_of(work, template.structure, template.structure, example) if count > 1 else []
     edges, sums = work.edges, [sum(both) for both in costs]
     starts = balanced(sums, edges, work.crossing_bytes(), count) if count > 1 else ()

@@ -155,6 +155,11 @@ class Plan:
         return fewer if pp > 1 else dataclasses.replace(fewer, pp=1, schedule="", chunks=0)
 
     @property
+    def num_stages(self) -> int:
+        """Of the pipeline; 1 without one."""
+        return self.pp * max(1, self.chunks)
+
+    @property
     def world_size(self) -> int:
         """Ranks that this plan needs."""
         return self.dp * self.tp * self.pp

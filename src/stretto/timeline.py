@@ -18,7 +18,6 @@ from stretto.runfolder import write_text
 from stretto.schedule import Costs, Kind, Schedule, Span, chrome_trace, simulate
 
 FOLDER: Final = "trace"
-_WORK: Final = ("forward", "backward", "weights")
 _KINDS: Final = MappingProxyType({"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "weights": Kind.WEIGHT})
 
 
@@ -64,7 +63,7 @@ def bubble_of(lanes: Lanes, group: Members, schedule: Schedule | None) -> dict[s
     if schedule is None or len(schedule.flow.ranks) == 1 or not running:
         return None
     totals: dict[tuple[str, int], tuple[float, int]] = {}
-    for what, stage, seconds, count in (one for each in every for one in each["work"] if one[0] in _WORK):
+    for what, stage, seconds, count in (one for each in every for one in each["work"] if one[0] in _KINDS):
         before = totals.get((what, stage), (0.0, 0))
         totals[what, stage] = before[0] + seconds, before[1] + count
     busy = sum(seconds for seconds, _ in totals.values())

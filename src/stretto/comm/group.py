@@ -122,13 +122,13 @@ class Group(Members):
         """Those of the line that this member is in; each member is in one at most."""
         mine = next((line for line in lines if self.rank in line), (self.rank,))
         if len(mine) == 1 and all(len(line) == 1 for line in lines):
-            return Members(0, 1, self.device, None, self._broken)
+            return self.alone()
         before = _socket_inodes()
         with self.guard():
             found = {line: dist.new_group(list(line), backend=backend) for line in lines if len(line) > 1}
         self._sockets |= _opened_since(before)
         if mine not in found:
-            return Members(0, 1, self.device, None, self._broken)
+            return self.alone()
         self._made.append(found[mine])
         return Members(mine.index(self.rank), len(mine), self.device, found[mine], self._broken)
 

@@ -207,9 +207,7 @@ class Segment:
         """Raises Lost where another member has died or left, whatever it has posted."""
         for peer in range(self.size):
             if self._words[self._word(peer, _FAULT)]:
-                at = peer * PAGE + _REASON
-                why = self._memory[at : at + _REASON_BYTES].rstrip(b"\0").decode(errors="replace")
-                raise Lost(f"rank {peer} left: {why}")
+                raise Lost(f"rank {peer} left: {self._reason(peer)}")
             if not self._lives(peer):
                 raise Lost(f"rank {peer} died")
 
@@ -217,8 +215,7 @@ class Segment:
         """Raises where the step can't complete any more."""
         for peer in range(self.size):  # this member too, whose group may be broken by another thread
             if fault := self._words[self._word(peer, _FAULT)]:
-                at = peer * PAGE + _REASON
-                why = self._memory[at : at + _REASON_BYTES].rstrip(b"\0").decode(errors="replace")
+                why = self._reason(peer)
                 self._raise_unless_ready(
                     CallsDiffer(why) if fault == _DIFFERS else Lost(f"in {call.decode()}: rank {peer} left: {why}")
                 )
@@ -227,6 +224,11 @@ class Segment:
             dead = [peer for peer in range(self.size) if not self._lives(peer)]
             if dead:
                 self._raise_unless_ready(Lost(f"in {call.decode()}: {_ranks(dead)} died"))
+
+    def _reason(self, peer: int) -> str:
+        """Why a member left, in its own words."""
+        at = peer * PAGE + _REASON
+        return self._memory[at : at + _REASON_BYTES].rstrip(b"\0").decode(errors="replace")
 
     def _raise_unless_ready(self, error: Exception) -> None:
         """Who finished the step before going has done its part: all have posted, and this member may finish too."""

@@ -46,6 +46,13 @@ class Traced:
     mutated: tuple[str, ...]
     output: Any
 
+    def bound(self, held: Mapping[str, torch.Tensor], call: tuple[Any, Mapping[str, Any]]) -> list[Any]:
+        """What its placeholders stand for in a call, in order; ``held``: parameters and buffers, by name."""
+        named = {**self.parameters, **self.buffers}
+        given = dict(zip(self.arguments, tensors_in((call[0], dict(call[1]))), strict=True))
+        names = [node.name for node in self.graph.graph.nodes if node.op == "placeholder"]
+        return [held[named[n]] if n in named else given.get(n, self.constants.get(n)) for n in names]
+
 
 def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Traced:
     """Traces ``module(*arguments, **keywords)`` in the mode (train or eval) that it is in.

@@ -67,7 +67,7 @@ class Divided(Placed):
             self._check_trace(traced, template, types, manner)
             cut = _cut(traced, ranks.tensor.size)
             stages = self._stages(traced, template, manner)
-        count = plan.pp * max(1, plan.chunks)
+        count = plan.num_stages
         self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
         self._users = stages.users
         self._cuts = _parts(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
@@ -113,7 +113,7 @@ class Divided(Placed):
 
     def _stages(self, traced: Traced, template: Template, manner: Manner) -> Stages:
         """The first graph in stages that take as long as one another, by one rank's measurement."""
-        work, count = work_of(traced, self._trains), self._plan.pp * max(1, self._plan.chunks)
+        work, count = work_of(traced, self._trains), self._plan.num_stages
         if count == 1 or manner.starts is not None:
             self.starts = tuple(manner.starts or ())
             return stages_at(work, self.starts)

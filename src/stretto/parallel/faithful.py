@@ -125,16 +125,8 @@ class _Both:
 
     def _graph(self) -> Any:
         traced = self._traced
-        named = {**traced.parameters, **traced.buffers}
         held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        arguments, keywords = self._example.call
-        given = dict(zip(traced.arguments, tensors_in((arguments, dict(keywords))), strict=True))
-        bound = [
-            held[named[n.name]] if n.name in named else given.get(n.name, traced.constants.get(n.name))
-            for n in traced.graph.graph.nodes
-            if n.op == "placeholder"
-        ]
-        found = fx.Interpreter(traced.graph).run(*bound)
+        found = fx.Interpreter(traced.graph).run(*traced.bound(held, self._example.call))
         with torch.no_grad():
             for name, value in zip(traced.mutated, found, strict=False):
                 held[name].copy_(value)

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from stretto.data import Generators
 from stretto.graph.stages import Work
-from stretto.graph.trace import filled, tensors_in
+from stretto.graph.trace import filled
 from stretto.parallel._base import Example
 
 ROUNDS: Final = 3  # the least of them counts
@@ -57,16 +57,7 @@ class _Clock(fx.Interpreter):
 
     def run(self) -> None:  # type: ignore[override]
         """Fills ``seconds``."""
-        traced = self._work.traced
-        named = {**traced.parameters, **traced.buffers}
-        given = dict(
-            zip(traced.arguments, tensors_in((self._example.call[0], dict(self._example.call[1]))), strict=True)
-        )
-        values = [
-            self._held[named[n.name]] if n.name in named else given.get(n.name, traced.constants.get(n.name))
-            for n in traced.graph.graph.nodes
-            if n.op == "placeholder"
-        ]
+        values = self._work.traced.bound(self._held, self._example.call)
         self._found = super().run(*values)
 
     def run_node(self, n: fx.Node) -> Any:
