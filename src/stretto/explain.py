@@ -6,18 +6,23 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
 from stretto.graph.balance import balanced
 from stretto.graph.cut import Cut, plan_cut, report
-from stretto.graph.rules import Reading, read
+from stretto.graph.reading import Reading
+from stretto.graph.rules import read, whole_output
 from stretto.graph.stages import Stages, Work, stages_at, work_of
 from stretto.graph.trace import Traced, trace
-from stretto.parallel import Template
+from stretto.observe import free_bytes
+from stretto.parallel import Example, Template
 from stretto.parallel.apply import check
+from stretto.parallel.faithful import unlike
 from stretto.parallel.measure import Seconds, costs_of
+from stretto.parallel.scored import trace_step
 from stretto.plan import Plan
 from stretto.precision import computing
 from stretto.schedule import Costs, Flow, Timeline, build_schedule, simulate
@@ -104,14 +109,14 @@ def explain(task: Task, plan: Plan) -> Explained:
         return Explained(str(plan), features_of(plan), tuple(rows))
     example = example_of(task, plan, template, None)
     with computing(task.recipe.precision):
-        traced = trace(template.structure.train(), *example.call)
+        traced, why = _trace(template, example, plan)
         work = work_of(traced, template.trainable)
         count = plan.num_stages
         costs = costs_of(work, template.structure, template.structure, example) if count > 1 else []
     edges, sums = work.edges, [sum(both) for both in costs]
     starts = balanced(sums, edges, work.crossing_bytes(), count) if count > 1 else ()
     stages = stages_at(work, starts)
-    cut = plan_cut(read(traced), traced, plan.tp) if plan.tp > 1 else Cut(Reading(), frozenset(), 1)
+    cut = plan_cut(read(traced, whole_output(why)), traced, plan.tp) if plan.tp > 1 else Cut(Reading(), frozenset(), 1)
     rows = _parameters(template, traced, cut, stages, plan)
     if plan.pp == 1:
         return Explained(str(plan), features_of(plan), tuple(rows))
@@ -120,6 +125,19 @@ def explain(task: Task, plan: Plan) -> Explained:
     seconds = tuple(row.forward_seconds for row in described), tuple(row.backward_seconds for row in described)
     step = simulate(build_schedule(plan.schedule, flow, plan.microbatches), Costs(*seconds, (0.5,) * count))
     return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step)
+
+
+def _trace(template: Template, example: Example, plan: Plan) -> tuple[Traced, str]:
+    """As a run would have it."""
+    module = template.structure.train()
+    if plan.tp == 1:
+        return trace(module, *example.call), ""
+
+    def differs(traced: Traced) -> str:
+        device = torch.device("cpu")
+        return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
+
+    return trace_step(module, example, plan.num_stages, differs)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stretto.comm.line import Line
 from stretto.comm.members import Broken
 from stretto.graph.cut import Cut
-from stretto.graph.rules import Reading
+from stretto.graph.reading import Reading
 from stretto.graph.stages import stages_at, work_of
 from stretto.graph.trace import trace
 from stretto.parallel import Call, Roots
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 class Batch:
     """One microbatch of two."""
 
-    ghost = False
+    ghost, samples = False, None
 
     def __init__(self, x: Tensor, at_backward: Callable[[], None]) -> None:
         self._x, self._at_backward = x, at_backward

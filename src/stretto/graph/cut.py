@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from stretto.errors import Refused
 from stretto.graph.axes import Axis, Dim, Dims, leaves
-from stretto.graph.rules import Reading, _each
+from stretto.graph.reading import Reading, _each
 from stretto.graph.trace import Traced
 from stretto.state import Box, Part
 

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from stretto.graph.axes import Axes, Dim, Dims, leaves, size
+from stretto.graph.axes import Dims, leaves, size
+from stretto.graph.classes import CLASSES
+from stretto.graph.reading import Found, Reading, _argument, _each, _name, _shape, _shapes, _tensors, _unknown
 from stretto.graph.trace import Traced
 
-Found = Dims | tuple[Dims, ...]
 
 
-@dataclass
-class Reading:
-    """The axes of every tensor in a graph.
-
-    Args:
-        dims: node -> its dimensions; of a node that gives several tensors, those of each.
-        contracted: nodes that add up over axes, and over which.
-    """
-
-    axes: Axes = field(default_factory=Axes)
-    dims: dict[fx.Node, Any] = field(default_factory=dict)
-    contracted: dict[fx.Node, Dim] = field(default_factory=dict)
-
-    def of(self, node: Any) -> Dims:
-        """A tensor's dimensions."""
-        found: Dims = self.dims[node]
-        return found
-
-    def block(self, dims: Dims, why: str) -> None:
-        """Every axis of a tensor is needed whole."""
-        for dim in dims:
-            self.block_dim(dim, why)
-
-    @staticmethod
-    def block_dim(dim: Dim, why: str) -> None:
-        """Every axis of a dimension is needed whole."""
-        for axis in dim:
-            axis.block(why)
+def whole_output(unscored: str = "") -> str:
+    """Why the model's output is needed whole; ``unscored``: why the loss wasn't traced with it."""
+    return "it is in the model's output" + (f" ({unscored})" if unscored else "")
 
 
-def read(traced: Traced) -> Reading:
-    """Goes through the graph once."""
-    found = Reading()
+def read(traced: Traced, output: str = "it is in the model's output") -> Reading:
+    """Goes through the graph once. ``output``: why what it gives is needed whole; empty: it isn't, as its parts are
+    gathered."""
+    found = Reading(loss=traced.loss, fed=_fed(traced))
     known: dict[str, Dims] = {}
     used = {traced.parameters.get(node.name) for node in traced.graph.graph.nodes if node.users}
     for node in traced.graph.graph.nodes:
@@ -64,10 +40,19 @@ def read(traced: Traced) -> Reading:
         elif node.op == "output":
             for value in _tensors(node.args):
                 for dims in _each(found.dims[value]):
-                    found.block(dims, "it is in the model's output")
+                    found.block(dims, output)
         else:
             found.dims[node] = found.axes.dims(_shape(node), f"{node.op} {node.target}")
     return found
+
+
+def _fed(traced: Traced) -> frozenset[fx.Node]:
+    """What depends on the model's input, and not on its shape alone."""
+    found: set[fx.Node] = set()
+    for node in traced.graph.graph.nodes:
+        if node.name in traced.arguments or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
 
 
 def _placeholder(found: Reading, node: fx.Node, traced: Traced) -> Dims:
@@ -78,55 +63,7 @@ def _placeholder(found: Reading, node: fx.Node, traced: Traced) -> Dims:
     return found.axes.dims(_shape(node), "it is in the model's input, or in a buffer")
 
 
-# ---- helpers
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.removeprefix("aten::")
-    return getattr(target, "__name__", str(target))
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    value = node.meta.get("val")
-    return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    value = node.meta["val"]
-    values = value if isinstance(value, list | tuple) else [value]
-    return [tuple(map(int, one.shape)) for one in values if isinstance(one, torch.Tensor)]
-
-
-def _tensors(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(arguments, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
-    return [node for node in found if "val" in node.meta]
-
-
-def _each(dims: Any) -> list[Dims]:
-    """One for each tensor that a node gives."""
-    several = bool(dims) and isinstance(dims[0], tuple) and bool(dims[0]) and isinstance(dims[0][0], tuple)
-    return list(dims) if several else [dims]
-
-
-def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
 # ---- rules
-
-
-def _unknown(found: Reading, node: fx.Node) -> Found:
-    """Nothing is known of it, so it needs all of everything."""
-    why = f"{_name(node)} needs all of it"
-    for value in _tensors((node.args, node.kwargs)):
-        for dims in _each(found.dims[value]):
-            found.block(dims, why)
-    if isinstance(node.meta.get("val"), list | tuple):
-        return tuple(found.axes.dims(shape, why) for shape in _shapes(node))
-    return found.axes.dims(_shape(node), why)
 
 
 def _by_tag(found: Reading, node: fx.Node) -> Found:
@@ -283,18 +220,6 @@ def _attention(found: Reading, node: fx.Node) -> Dims:
     return (*query[:-1], value[-1])
 
 
-def _embedding(found: Reading, node: fx.Node) -> Dims:
-    weight, index = found.of(node.args[0]), found.of(node.args[1])
-    found.block_dim(weight[0], "an embedding looks its rows up")
-    return index + weight[1:]
-
-
-def _softmax(found: Reading, node: fx.Node) -> Dims:
-    dims = found.of(node.args[0])
-    found.block_dim(dims[int(_argument(node, 1, "dim"))], f"{_name(node)} runs over it")
-    return dims
-
-
 def _norm(found: Reading, node: fx.Node) -> Dims:
     dims = found.of(node.args[0])
     shape: Any = node.args[1]
@@ -305,17 +230,6 @@ def _norm(found: Reading, node: fx.Node) -> Dims:
         if isinstance(other, fx.Node):
             found.block(found.of(other), "a norm runs over it")
     return dims
-
-
-def _reduced(found: Reading, node: fx.Node) -> Dims:
-    """A sum, mean or extreme over some dimensions, which are needed whole."""
-    dims, keep = found.of(node.args[0]), bool(_argument(node, 2, "keepdim", False))
-    given = _argument(node, 1, "dim")
-    over = [given] if isinstance(given, int) else given or range(len(dims))  # none named: all
-    places = {place % max(1, len(dims)) for place in over}
-    for place in places:
-        found.block_dim(dims[place], f"{_name(node)} runs over it")
-    return tuple(() if place in places else dim for place, dim in enumerate(dims) if keep or place not in places)
 
 
 def _convolution(found: Reading, node: fx.Node) -> Dims:
@@ -345,9 +259,7 @@ _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyT
         **dict.fromkeys(("select", "slice", "narrow"), _along),
         **dict.fromkeys(("split", "chunk", "unbind", "split_with_sizes"), _parts),
         **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
-        **dict.fromkeys(("softmax", "log_softmax", "_softmax"), _softmax),
         **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
-        **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduced),
         **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
         **dict.fromkeys(("cat", "stack"), _cat),
         "permute": _permute,
@@ -357,7 +269,7 @@ _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyT
         "getitem": _getitem,
         "linear": _linear,
         "scaled_dot_product_attention": _attention,
-        "embedding": _embedding,
         "_assert_tensor_metadata": _nothing,
+        **CLASSES,
     }
 )

@@ -143,7 +143,7 @@ def work_of(traced: Traced, trains: Mapping[str, bool], changing: Collection[str
         of_parameters |= {node} if parametric else set()
         of_arguments |= {node} if fed else set()
     free = frozenset(node for node in nodes if node not in work)
-    together = tuple(_together(tuple(work), work, written))
+    together = tuple([*_together(tuple(work), work, written), *_loss_last(traced, tuple(work))])
     return Work(traced, tuple(work), free, together, _carrying(traced, trains))
 
 
@@ -274,6 +274,13 @@ def _together(
         parts = [place[user] for user in node.users if user.target is operator.getitem and user in place]
         if parts:
             yield place[node], max(parts)
+
+
+def _loss_last(traced: Traced, work: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
+    """The loss belongs to the last stage, and with it the operation before it, so that no stage is the loss alone."""
+    first = next((place for place, node in enumerate(work) if node in traced.loss), 0)
+    if first:
+        yield first - 1, len(work) - 1
 
 
 def _num_bytes(node: fx.Node) -> int:

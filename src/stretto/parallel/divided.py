@@ -23,19 +23,21 @@ from stretto.data import mapped
 from stretto.errors import Refused
 from stretto.graph.balance import balanced
 from stretto.graph.cut import Cut, follow_cut, plan_cut, report
-from stretto.graph.rules import Reading, read
+from stretto.graph.reading import Reading
+from stretto.graph.rules import read, whole_output
 from stretto.graph.stages import Stages, stages_at, stages_like, work_of
-from stretto.graph.trace import Traced, tensors_in, trace
+from stretto.graph.trace import Scoring, Traced, tensors_in, trace
 from stretto.observe import free_bytes
-from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
+from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import costs_of
-from stretto.parallel.pipeline import Execution
+from stretto.parallel.pipeline import Execution, Forwarded
 from stretto.parallel.program import Looker, Program
+from stretto.parallel.scored import trace_step, unseen
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
@@ -62,10 +64,10 @@ class Divided(Placed):
         self._looker: Looker | None = None
         assert manner.example is not None
         call = manner.example.call
+        self._terms = manner.example.scoring.terms if manner.example.scoring is not None else None
         with manner.surround():
-            traced = trace(self._whole.train(), *call)
-            self._check_trace(traced, template, types, manner)
-            cut = _cut(traced, ranks.tensor.size)
+            traced = self._trace(template, types, manner)
+            cut = _cut(traced, ranks.tensor.size, self._unscored)
             stages = self._stages(traced, template, manner)
         count = plan.num_stages
         self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
@@ -81,24 +83,37 @@ class Divided(Placed):
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
         self.schedule = self._order if plan.pp > 1 else None
-        self._programs[_key(True, call)] = self._program(stages, cut)
+        self._programs[_key(True, manner.example.given(self._scored))] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self._open_line()
         self.module.forward = self._forward(self.module.forward)
 
-    def _check_trace(
-        self, traced: Traced, template: Template, types: Mapping[str, torch.dtype], manner: Manner
-    ) -> None:
-        """By one rank, for all. Raises Refused where the graph computes something else than the model."""
-        assert manner.example is not None
-        group, said = self.ranks.everyone, ("", "")
-        if group.rank == 0:
-            copy = template.build(group.device, types)
-            said = unlike(traced, copy, template.structure, manner.example, free_bytes(group.device))
-        why, note = group.broadcast_json(said)
-        if why:
+    def _trace(self, template: Template, types: Mapping[str, torch.dtype], manner: Manner) -> Traced:
+        """What training runs. Raises Refused where the graph computes something else than the model."""
+        example, group = manner.example, self.ranks.everyone
+        assert example is not None
+
+        def differs(traced: Traced) -> str:
+            said = ("", "")
+            if group.rank == 0:  # for all
+                copy = template.build(group.device, types)
+                said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
+            why, note = group.broadcast_json(said)
+            self.notes = (*self.notes, *([note] if note else []))
+            return str(why)
+
+        module, self._scored, self._unscored = self._whole.train(), False, ""
+        if self.ranks.tensor.size > 1:
+            traced, self._unscored = trace_step(module, example, self._plan.num_stages, differs)
+            self._scored = traced.scored
+            if self._scored:
+                return traced
+            self.notes = (*self.notes, f"tp leaves what gives the model's output whole on each rank: {self._unscored}")
+        else:
+            traced = trace(module, *example.call)
+        if why := differs(traced):
             raise Refused(f"plan {self._plan}: {why}")
-        self.notes = (*self.notes, *([note] if note else []))
+        return traced
 
     def _open_line(self) -> None:
         """Room for what stages send: of one microbatch all that passes, for as many as a rank may be ahead."""
@@ -220,14 +235,19 @@ class Divided(Placed):
 
         return forward
 
-    def _of(self, call: Call) -> Program:
+    def _of(self, microbatch: Forwarded) -> Program:
         """For another mode or other shapes: the same cut of the same parameters."""
-        key = _key(self.module.training, call)
+        call = microbatch.call()
+        scoring = Scoring(self._terms, microbatch.samples) if self._scored and microbatch.samples is not None else None
+        key = _key(self.module.training, given_of(call, microbatch.samples, scoring is not None))
         if key not in self._programs:
+            if scoring is not None and (why := unseen(scoring.batch)):
+                raise Refused(f"plan {self._plan}: {why}; in earlier batches it was a tensor")
             with torch.enable_grad():  # in the precision that surrounds every forward
-                traced = trace(self._whole.train(self.module.training), *call)
+                traced = trace(self._whole.train(self.module.training), *call, scoring)
             size = self.ranks.tensor.size
-            cut = follow_cut(read(traced), traced, self._cuts, size) if size > 1 else _uncut()
+            # What the model gives alone is gathered from the ranks.
+            cut = follow_cut(read(traced, output=""), traced, self._cuts, size) if size > 1 else _uncut()
             work = work_of(traced, self._trains, self._changes)
             stages = stages_like(work, self._users, len(self._flow.ranks), self._changes)
             self._programs[key] = self._program(stages, cut)
@@ -267,6 +287,8 @@ class Divided(Placed):
 class _Once:
     """A batch that runs forward alone."""
 
+    samples = None
+
     def __init__(self, call: Call) -> None:
         self._call = call
 
@@ -292,10 +314,8 @@ def _forward_only(flow: Flow) -> Schedule:
     return Schedule("forward", flow, 1, tuple(lists))
 
 
-def _key(training: bool, call: Call) -> Any:
+def _key(training: bool, given: tuple[Any, ...]) -> Any:
     """What a trace holds for: the mode, the shapes, and every number that isn't in a tensor."""
-    arguments, keywords = call
-    given = (arguments, dict(keywords))
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
     return training, shapes, repr(mapped(given, lambda _: _NOTHING))
 
@@ -304,11 +324,11 @@ def _uncut() -> Cut:
     return Cut(Reading(), frozenset(), 1)
 
 
-def _cut(traced: Traced, degree: int) -> Cut:
+def _cut(traced: Traced, degree: int, unscored: str) -> Cut:
     """Raises Refused where nothing can be cut inside, though ``tp`` asks for it."""
     if degree == 1:
         return _uncut()
-    cut = plan_cut(read(traced), traced, degree)
+    cut = plan_cut(read(traced, whole_output(unscored)), traced, degree)
     if not cut.axes:
         whys = report(cut, traced).items()  # of a number there is nothing to say
         said = next((f"; {name}: {why}" for name, why in whys if not why.endswith(": ")), "")

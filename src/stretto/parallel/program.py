@@ -12,11 +12,11 @@ from torch import fx, nn
 
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
-from stretto.graph.localize import DROP, ENTER, LEAVE, WHOLE, Localizer, Portion
+from stretto.graph.localize import WHOLE, Localizer, Portion
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
 from stretto.parallel.deferred import Deferred, defer
-from stretto.parallel.messages import Drop, Enter, Leave
+from stretto.parallel.spread import modules_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Result:
 
     Args:
         leaving: values that other stages need, by node.
-        output: the model's, of the last stage.
+        output: of the last stage, the model's, or the loss's terms.
     """
 
     leaving: Mapping[fx.Node, torch.Tensor]
@@ -107,7 +107,7 @@ class Portioned:
     def run(
         self, given: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], looker: Looker | None = None
     ) -> Result:
-        """``given``: the tensors of the model's arguments; ``arriving``: what other stages sent, in order."""
+        """``given``: the tensors that the graph is called with; ``arriving``: what other stages sent, in order."""
         bound = [given[one] if isinstance(one, int) else one for one in self._bound]
         run = self._portion.graph if looker is None else _Watched(self._portion, looker).run
         found = run(*bound, *arriving)
@@ -157,10 +157,9 @@ class Program:
             deferred: where weight gradients can be put off.
         """
         localizer = Localizer(stages, cut, tensor.rank)
-        modules = {ENTER: Enter(tensor), LEAVE: Leave(tensor), DROP: Drop()}
         portions = {}
         for stage in here:
-            portion = localizer.build(stage, modules)
+            portion = localizer.build(stage, modules_of(tensor))
             if deferred is not None:
                 defer(portion.graph, set(stages.traced.parameters), deferred)
             portions[stage] = Portioned(portion, stages, module)
