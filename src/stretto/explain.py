@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from stretto.graph.cut import Cut, plan_cut, report
 from stretto.graph.reading import Reading
 from stretto.graph.rules import read, whole_output
 from stretto.graph.stages import Stages, Work, stages_at, work_of
-from stretto.graph.trace import Traced, trace
+from stretto.graph.trace import Surround, Traced, trace
 from stretto.observe import free_bytes
 from stretto.parallel import Example, Template
 from stretto.parallel.apply import check
@@ -108,10 +109,10 @@ def explain(task: Task, plan: Plan) -> Explained:
         rows = [Row(name, spec.shape, 1.0, (), "whole") for name, spec in template.specs.items()]
         return Explained(str(plan), features_of(plan), tuple(rows))
     example = example_of(task, plan, template, None)
-    with computing(task.recipe.precision):
-        traced, why = _trace(template, example, plan)
-        work = work_of(traced, template.trainable)
-        count = plan.num_stages
+    surround = partial(computing, task.recipe.precision)
+    traced, why = _trace(template, example, plan, surround)
+    work, count = work_of(traced, template.trainable), plan.num_stages
+    with surround():
         costs = costs_of(work, template.structure, template.structure, example) if count > 1 else []
     edges, sums = work.edges, [sum(both) for both in costs]
     starts = balanced(sums, edges, work.crossing_bytes(), count) if count > 1 else ()
@@ -127,17 +128,18 @@ def explain(task: Task, plan: Plan) -> Explained:
     return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step)
 
 
-def _trace(template: Template, example: Example, plan: Plan) -> tuple[Traced, str]:
+def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:
     """As a run would have it."""
     module = template.structure.train()
     if plan.tp == 1:
-        return trace(module, *example.call), ""
+        return trace(module, *example.call, surround=surround), ""
 
     def differs(traced: Traced) -> str:
         device = torch.device("cpu")
-        return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
+        with surround():
+            return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
 
-    return trace_step(module, example, plan.num_stages, differs)
+    return trace_step(module, example, plan.num_stages, differs, surround)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:

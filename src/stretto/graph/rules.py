@@ -15,7 +15,6 @@ from stretto.graph.reading import Found, Reading, _argument, _each, _name, _shap
 from stretto.graph.trace import Traced
 
 
-
 def whole_output(unscored: str = "") -> str:
     """Why the model's output is needed whole; ``unscored``: why the loss wasn't traced with it."""
     return "it is in the model's output" + (f" ({unscored})" if unscored else "")
@@ -247,10 +246,6 @@ def _convolution(found: Reading, node: fx.Node) -> Dims:
     return (x[0], weight[0], *found.axes.dims(_shape(node)[2:], "a convolution runs over it"))
 
 
-def _nothing(found: Reading, node: fx.Node) -> Dims:
-    return ()
-
-
 _SAME: Final[Sequence[str]] = ("dropout", "to", "alias", "clone", "contiguous", "detach", "_to_copy", "dropout_")
 _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyType(
     {
@@ -269,7 +264,6 @@ _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyT
         "getitem": _getitem,
         "linear": _linear,
         "scaled_dot_product_attention": _attention,
-        "_assert_tensor_metadata": _nothing,
         **CLASSES,
     }
 )

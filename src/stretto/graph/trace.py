@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from enum import Enum
 from io import StringIO
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stretto.data import mapped
 from stretto.errors import Refused, one_line
-from stretto.graph.effects import written_in
+from stretto.graph.effects import schema_name, written_in
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,21 @@ class Scoring:
     batch: Any
 
 
+Surround = Callable[[], AbstractContextManager[Any]]
+
+
 def trace(
-    module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], scoring: Scoring | None = None
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    scoring: Scoring | None = None,
+    surround: Surround = nullcontext,
 ) -> Traced:
-    """Traces ``module(*arguments, **keywords)`` in the mode (train or eval) that it is in, and what ``scoring`` makes
-    of its output.
+    """Traces ``module(*arguments, **keywords)`` in the mode (train or eval) that it is in.
+
+    Args:
+        scoring: what goes on from the output, where that is to be in the graph.
+        surround: what surrounds both; tensors that they are called with keep their types.
 
     Raises:
         Refused: what forward does depends on the data, or can't be traced.
@@ -82,7 +92,7 @@ def trace(
     mapped((arguments, dict(keywords)), _same, _check_given)
     outputs: list[Any] = []
     drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
-    call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring)
+    call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring, surround)
     call.train(module.training)
     fails = "the model can't be traced, so it can't be cut inside" if scoring is None else "the loss can't be traced"
     try:
@@ -101,6 +111,7 @@ def trace(
             "the model's forward draws random numbers from Python or NumPy, and a trace draws them only once; "
             "draw them from torch"
         )
+    _without_assertions(program.graph_module)
     changed = {one.name for one in written_in(program.graph.nodes)}
     first = {id(tensor): name for name, tensor in reversed(_named(module))}
     every = {f"model.{name}": tensor for name, tensor in _named(module)}
@@ -134,6 +145,14 @@ def trace(
         loss=_of_loss(program.graph) if scoring is not None else frozenset(),
         scored=scoring is not None,
     )
+
+
+def _without_assertions(graph: fx.GraphModule) -> None:
+    """Of types they would be wrong: in float64 a request for float32 is widened, and what was given in it is not."""
+    for node in list(graph.graph.nodes):
+        if schema_name(node) == "aten::_assert_tensor_metadata":
+            graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _is_vague(value: Any) -> bool:
@@ -189,10 +208,10 @@ class _Listed(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, given: Any, note: Callable[[Any], None], scoring: Scoring | None = None
+        self, model: nn.Module, given: Any, note: Callable[[Any], None], scoring: Scoring | None, surround: Surround
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.surround = model, surround
         self.terms = None if scoring is None else scoring.terms
         # A tensor that the batch shares with the arguments is another placeholder here.
         batch = () if scoring is None else (mapped(scoring.batch, torch.clone),)
@@ -202,9 +221,10 @@ class _Listed(nn.Module):
     def forward(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """The output's tensors; the tree around them is kept."""
         arguments, keywords, *batch = filled(self.given, values)
-        output = self.model(*arguments, **keywords)
-        if self.terms is not None:
-            output = self.terms(output, *batch)
+        with self.surround():
+            output = self.model(*arguments, **keywords)
+            if self.terms is not None:
+                output = self.terms(output, *batch)
         mapped(output, _same, _check_returned)
         self.note(output)
         return list(tensors_in(output))

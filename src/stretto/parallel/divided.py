@@ -26,7 +26,7 @@ from stretto.graph.cut import Cut, follow_cut, plan_cut, report
 from stretto.graph.reading import Reading
 from stretto.graph.rules import read, whole_output
 from stretto.graph.stages import Stages, stages_at, stages_like, work_of
-from stretto.graph.trace import Scoring, Traced, tensors_in, trace
+from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
@@ -63,12 +63,10 @@ class Divided(Placed):
         self._deferred = Deferred()
         self._looker: Looker | None = None
         assert manner.example is not None
-        call = manner.example.call
-        self._terms = manner.example.scoring.terms if manner.example.scoring is not None else None
-        with manner.surround():
-            traced = self._trace(template, types, manner)
-            cut = _cut(traced, ranks.tensor.size, self._unscored)
-            stages = self._stages(traced, template, manner)
+        self._surround = manner.surround
+        traced = self._trace(template, types, manner)
+        cut = _cut(traced, ranks.tensor.size, self._unscored)
+        stages = self._stages(traced, template, manner)
         count = plan.num_stages
         self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
         self._users = stages.users
@@ -83,7 +81,7 @@ class Divided(Placed):
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
         self.schedule = self._order if plan.pp > 1 else None
-        self._programs[_key(True, manner.example.given(self._scored))] = self._program(stages, cut)
+        self._programs[_key(True, manner.example.given(traced.scored))] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self._open_line()
         self.module.forward = self._forward(self.module.forward)
@@ -97,20 +95,21 @@ class Divided(Placed):
             said = ("", "")
             if group.rank == 0:  # for all
                 copy = template.build(group.device, types)
-                said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
+                with manner.surround():
+                    said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
             why, note = group.broadcast_json(said)
             self.notes = (*self.notes, *([note] if note else []))
             return str(why)
 
-        module, self._scored, self._unscored = self._whole.train(), False, ""
+        module, self._scored, self._unscored = self._whole.train(), None, ""
         if self.ranks.tensor.size > 1:
-            traced, self._unscored = trace_step(module, example, self._plan.num_stages, differs)
-            self._scored = traced.scored
-            if self._scored:
+            traced, self._unscored = trace_step(module, example, self._plan.num_stages, differs, manner.surround)
+            if traced.scored:
+                self._scored = example.scoring
                 return traced
             self.notes = (*self.notes, f"tp leaves what gives the model's output whole on each rank: {self._unscored}")
         else:
-            traced = trace(module, *example.call)
+            traced = trace(module, *example.call, surround=manner.surround)
         if why := differs(traced):
             raise Refused(f"plan {self._plan}: {why}")
         return traced
@@ -133,9 +132,10 @@ class Divided(Placed):
             self.starts = tuple(manner.starts or ())
             return stages_at(work, self.starts)
         assert manner.example is not None
-        found = (
-            costs_of(work, self._whole, template.structure, manner.example) if self.ranks.everyone.rank == 0 else None
-        )
+        found = None
+        if self.ranks.everyone.rank == 0:
+            with manner.surround():
+                found = costs_of(work, self._whole, template.structure, manner.example)
         costs = [sum(both) for both in self.ranks.everyone.broadcast_json(found)]
         self.starts = balanced(costs, work.edges, work.crossing_bytes(), count)
         return stages_at(work, self.starts)
@@ -238,13 +238,14 @@ class Divided(Placed):
     def _of(self, microbatch: Forwarded) -> Program:
         """For another mode or other shapes: the same cut of the same parameters."""
         call = microbatch.call()
-        scoring = Scoring(self._terms, microbatch.samples) if self._scored and microbatch.samples is not None else None
-        key = _key(self.module.training, given_of(call, microbatch.samples, scoring is not None))
+        batch = microbatch.samples
+        scoring = None if self._scored is None or batch is None else replace(self._scored, batch=batch)
+        key = _key(self.module.training, given_of(call, batch, scoring is not None))
         if key not in self._programs:
             if scoring is not None and (why := unseen(scoring.batch)):
                 raise Refused(f"plan {self._plan}: {why}; in earlier batches it was a tensor")
-            with torch.enable_grad():  # in the precision that surrounds every forward
-                traced = trace(self._whole.train(self.module.training), *call, scoring)
+            with torch.enable_grad():
+                traced = trace(self._whole.train(self.module.training), *call, scoring, self._surround)
             size = self.ranks.tensor.size
             # What the model gives alone is gathered from the ranks.
             cut = follow_cut(read(traced, output=""), traced, self._cuts, size) if size > 1 else _uncut()

@@ -66,7 +66,6 @@ def unlike(
 
 class _Both:
     def __init__(self, traced: Traced, module: nn.Module, values: nn.Module, example: Example) -> None:
-        self._says = _LOSS if traced.scored else _START
         self._traced, self._module, self._example = traced, module.train(), example
         self._start = Generators.remember()
         own = {**dict(values.named_parameters()), **dict(values.named_buffers())}
@@ -79,30 +78,35 @@ class _Both:
 
     def compare(self) -> str:
         """What differs, or nothing."""
+        why = self._compare()
+        start = _LOSS if self._traced.scored else _START
+        return f"{start}{why}" if why else ""
+
+    def _compare(self) -> str:
         once = self._run(self._model, backward=False)
         again = self._run(self._model)
         if self._apart(once.output, again.output):
             return (
-                f"{self._says}called again, with the same weights, buffers and seeds, it gives something else. Its forward "
+                "called again, with the same weights, buffers and seeds, it gives something else. Its forward "
                 "keeps something from call to call, such as a count, and a trace has one call; keep it in a buffer"
             )
         try:
             graph = self._run(self._graph)
         except Exception as error:
-            return f"{self._says}its graph fails where the model runs: {one_line(error)}"
+            return f"its graph fails where the model runs: {one_line(error)}"
         return self._differs(again, graph)
 
     def _differs(self, model: _Ran, graph: _Ran) -> str:
         if self._apart(model.output, graph.output):
-            return f"{self._says}the output differs. It must depend on forward's arguments, weights and buffers alone"
+            return "the output differs. It must depend on forward's arguments, weights and buffers alone"
         for name, buffer in model.buffers.items():
             if self._apart([buffer], [graph.buffers[name]]):
-                return f"{self._says}the buffer {name} is another after a forward; change it by torch's operations alone"
+                return f"the buffer {name} is another after a forward; change it by torch's operations alone"
         least = 1e-6 * max(map(_largest, model.gradients.values()), default=0.0)
         for name, gradient in model.gradients.items():
             if self._apart([gradient], [graph.gradients[name]], least):
                 return (
-                    f"{self._says}the gradient of {name} differs. The model has a backward of its own (autograd.Function, "
+                    f"the gradient of {name} differs. The model has a backward of its own (autograd.Function, "
                     "torch.utils.checkpoint with use_reentrant=True) or a hook on gradients; write it as operations "
                     "that torch differentiates, or use dp with zero"
                 )

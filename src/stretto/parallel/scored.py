@@ -14,16 +14,19 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from stretto.errors import Refused
-from stretto.graph.trace import Traced, trace
+from stretto.graph.trace import Surround, Traced, trace
 from stretto.parallel._base import Example
 
 
-def trace_step(module: nn.Module, example: Example, stages: int, unlike: Callable[[Traced], str]) -> tuple[Traced, str]:
+def trace_step(
+    module: nn.Module, example: Example, stages: int, unlike: Callable[[Traced], str], surround: Surround
+) -> tuple[Traced, str]:
     """The model traced with its loss; or without, and why.
 
     Args:
         stages: into which the graph is to be cut.
         unlike: why a graph isn't what it is a trace of, or nothing.
+        surround: what surrounds forward and loss.
 
     Raises:
         Refused: the model can't be traced.
@@ -31,20 +34,20 @@ def trace_step(module: nn.Module, example: Example, stages: int, unlike: Callabl
     why = example.why_not
     if example.scoring is not None:
         try:
-            traced = trace(module, *example.call, example.scoring)
-            why = _left_out(traced, module, example) if stages > 1 else ""
+            traced = trace(module, *example.call, example.scoring, surround)
+            why = _left_out(traced, module, example, surround) if stages > 1 else ""
             why = why or unlike(traced)
             if not why:
                 return traced, ""
         except Refused as error:
             why = str(error)
-    return trace(module, *example.call), why
+    return trace(module, *example.call, surround=surround), why
 
 
-def _left_out(traced: Traced, module: nn.Module, example: Example) -> str:
+def _left_out(traced: Traced, module: nn.Module, example: Example, surround: Surround) -> str:
     """What forward uses and the loss doesn't: no stage of a graph with the loss would have it for an evaluation."""
     idle = _idle(traced)
-    more = idle - _idle(trace(module, *example.call)) if idle else set()
+    more = idle - _idle(trace(module, *example.call, surround=surround)) if idle else set()
     return f"the loss doesn't depend on {min(more)}, which forward uses" if more else ""
 
 

@@ -112,7 +112,8 @@ class CrossEntropy(nn.Module):
         loss = self._reduced(_only(counted, (total - picked) * weights), weights, reduction)
         if not smoothing:
             return loss
-        own = x if weight is None else x * narrowed(weight, pieces).view([-1 if at == dim else 1 for at in range(x.dim())])
+        along = [-1 if at == dim else 1 for at in range(x.dim())]
+        own = x if weight is None else x * narrowed(weight, pieces).view(along)
         of_all = float(size) if weight is None else weight.sum()
         smooth = self._reduced(_only(counted, total * of_all - self._leave(own.sum(dim))), weights, reduction)
         return (1 - smoothing) * loss + smoothing / size * smooth
@@ -143,7 +144,7 @@ class _ClassesFunction(torch.autograd.Function):
         return total, found[:, 1].sum(0)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, of_total: torch.Tensor, of_picked: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
         x, places, inside, total = ctx.saved_tensors
@@ -173,7 +174,7 @@ class _LogSumExpFunction(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, total = ctx.saved_tensors
         return (x - total).exp_().mul_(gradient), None, None
 
@@ -200,7 +201,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         (found,) = ctx.saved_tensors
@@ -232,7 +233,7 @@ class _LargestFunction(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, found = ctx.saved_tensors
         here = (x == found).to(gradient.dtype)
         count = here.sum(ctx.dims, keepdim=True)
@@ -263,10 +264,11 @@ class _CollectFunction(torch.autograd.Function):
         shapes = [[*shape[:dim], sum(last - first for first, last in own), *shape[dim + 1 :]] for own in pieces]
         sizes = [torch.Size(one).numel() for one in shapes]
         flat = x.new_empty(sum(sizes))
-        flat.split(sizes)[members.rank].copy_(x.reshape(-1))
+        parts = torch.split(flat, sizes)
+        parts[members.rank].copy_(x.reshape(-1))
         members.gather_parts(flat, sizes)
         whole = x.new_empty(shape)
-        for own, part, local in zip(pieces, flat.split(sizes), shapes, strict=True):
+        for own, part, local in zip(pieces, parts, shapes, strict=True):
             start = 0
             for first, last in own:
                 length = last - first
@@ -275,7 +277,7 @@ class _CollectFunction(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
         return narrowed(gradient, ctx.pieces, ctx.dim), None, None, None, None
