@@ -51,7 +51,7 @@ def _nothing_to_cut(plan: str) -> str:
 def _one_operation(plan: str) -> str:
     """All its layers are one operation, between an embedding and a head."""
     many = "interleaved" in plan or "pp=4" in plan
-    return _nothing_to_cut(plan) or ("the model can be cut into 3" if many else "")
+    return "the model can be cut into 3" if many else ""
 
 
 # Every refusal there is. Whatever else is refused, or is no longer, fails.
@@ -59,7 +59,6 @@ REFUSED = {
     "u-net, batch norm": _batch_norm,
     "u-net, group norm": _nothing_to_cut,  # each convolution's channels are a group norm's
     "lstm": _one_operation,
-    "multi, shared": _nothing_to_cut,
 }
 AT_LEAST = 150  # pairs of a kind and a plan that must be accepted
 # (kind, its optimizer: 0 or 1, plans) for CI, beside test_pipeline.py and test_tensor.py
@@ -69,6 +68,7 @@ SAMPLE = (
     ("u-net, batch norm", 0, ("pp=2", "tp=2")),
     ("u-net, group norm", 1, ("pp=3,schedule=zero-bubble,microbatches=4", "tp=2")),
     ("lstm", 0, ("pp=2,schedule=gpipe,microbatches=2", "tp=2")),
+    ("gpt, tied", 0, ("tp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=3")),
     ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
 )
 

@@ -23,7 +23,7 @@ def whole_output(unscored: str = "") -> str:
 def read(traced: Traced, output: str = "it is in the model's output") -> Reading:
     """Goes through the graph once. ``output``: why what it gives is needed whole; empty: it isn't, as its parts are
     gathered."""
-    found = Reading(loss=traced.loss, fed=_fed(traced))
+    found = Reading(loss=traced.loss or frozenset(), fed=_fed(traced))
     known: dict[str, Dims] = {}
     used = {traced.parameters.get(node.name) for node in traced.graph.graph.nodes if node.users}
     for node in traced.graph.graph.nodes:

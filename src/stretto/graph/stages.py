@@ -278,7 +278,7 @@ def _together(
 
 def _loss_last(traced: Traced, work: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
     """The loss belongs to the last stage, and with it the operation before it, so that no stage is the loss alone."""
-    first = next((place for place, node in enumerate(work) if node in traced.loss), 0)
+    first = next((place for place, node in enumerate(work) if node in (traced.loss or ())), 0)
     if first:
         yield first - 1, len(work) - 1
 

@@ -36,7 +36,8 @@ class Traced:
         arguments: placeholders of what forward was called with, flat, in order.
         mutated: buffers that forward changes, in the order in which the graph gives their new values, ahead of it.
         output: the output, as a tree, with stand-ins for its tensors: the model's, or the loss's terms.
-        loss: the operations of the loss, where it was traced with the model.
+        loss: the operations of the loss, where it was traced with the model: then the arguments are those of forward
+            and the batch.
     """
 
     graph: fx.GraphModule
@@ -46,8 +47,12 @@ class Traced:
     arguments: tuple[str, ...]
     mutated: tuple[str, ...]
     output: Any
-    loss: frozenset[fx.Node] = frozenset()
-    scored: bool = False  # the loss is in it, and its arguments are the model's and then the batch
+    loss: frozenset[fx.Node] | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the loss is in it."""
+        return self.loss is not None
 
     def bound(self, held: Mapping[str, torch.Tensor], given_with: Any) -> list[Any]:
         """What its placeholders stand for in a call, in order.
@@ -91,10 +96,10 @@ def trace(
     """
     mapped((arguments, dict(keywords)), _same, _check_given)
     outputs: list[Any] = []
-    drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
     call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring, surround)
     call.train(module.training)
     fails = "the model can't be traced, so it can't be cut inside" if scoring is None else "the loss can't be traced"
+    drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
     try:
         program = _export(call)
     except Refused:
@@ -112,6 +117,11 @@ def trace(
             "draw them from torch"
         )
     _without_assertions(program.graph_module)
+    return _read(program, module, outputs[-1], scoring is not None)
+
+
+def _read(program: torch.export.ExportedProgram, module: nn.Module, output: Any, scored: bool) -> Traced:
+    """By the names that the tensors have in the model. Raises Refused where forward changes what it must not."""
     changed = {one.name for one in written_in(program.graph.nodes)}
     first = {id(tensor): name for name, tensor in reversed(_named(module))}
     every = {f"model.{name}": tensor for name, tensor in _named(module)}
@@ -141,9 +151,8 @@ def trace(
         constants={key: program.constants[target] for key, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         arguments=tuple(flat),
         mutated=tuple(mutated),
-        output=outputs[-1],
-        loss=_of_loss(program.graph) if scoring is not None else frozenset(),
-        scored=scoring is not None,
+        output=output,
+        loss=_of_loss(program.graph) if scored else None,
     )
 
 
