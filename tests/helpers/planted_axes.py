@@ -16,8 +16,8 @@ LAYERS = (
         plan="tp=2",
         step=1,
         what="loss",
-        name="blocks.0.attention_out",
-        says="the first that is off is what blocks.0.attention_out gives (linear, microbatch 1, off by",
+        name="embedding",
+        says="the first that is off is what embedding gives (embedding, microbatch 1, off by",
     ),
     Planted(
         fault="gradient_of_one_part",
@@ -74,6 +74,39 @@ LAYERS = (
         step=1,
         what="loss",
         says="gives (dropout, microbatch 1",
+    ),
+)
+
+VOCABULARY = (
+    Planted(
+        fault="target_counted_on_every_rank",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2",
+        step=1,
+        what="loss",
+        name="loss()",
+        says="the first that is off is what loss() gives (cross_entropy_loss, microbatch 1, off by",
+    ),
+    Planted(
+        fault="exponentials_of_own_classes",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2",
+        step=1,
+        what="loss",
+        name="loss()",
+        says="the first that is off is what loss() gives (cross_entropy_loss, microbatch 1, off by",
+    ),
+    Planted(
+        fault="rows_of_other_ranks_not_zero",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2",
+        step=1,
+        what="loss",
+        name="embedding",
+        says="the first that is off is what embedding gives (embedding, microbatch 1, off by",
     ),
 )
 
@@ -296,4 +329,4 @@ STAGES = (
     ),
 )
 
-AXES = (*LAYERS, *STAGES)
+AXES = (*LAYERS, *VOCABULARY, *STAGES)

@@ -57,7 +57,7 @@ def _idle(traced: Traced) -> set[str]:
     return set(traced.parameters.values()) - used
 
 
-def unseen(batch: Any, name: str = "the batch") -> str:
+def unseen(batch: Any, name: str = "batch") -> str:
     """What of a batch a trace would take for a constant, though another batch may have another; empty: nothing."""
     if batch is None or isinstance(batch, torch.Tensor):
         return ""

@@ -37,14 +37,14 @@ def bias_on_every_rank(rank: int) -> None:
 
 
 def another_ranks_heads(rank: int) -> None:
-    """A rank holds another rank's rows of the first weight that is cut, and its own of all others."""
+    """A rank holds another rank's rows of the first fused weight that is cut, and its own of all others."""
     from stretto.parallel import divided
 
     honest = divided._parts
 
     def parts(cut: Any, traced: Any, template: Any, place: int) -> Any:
         own, other = honest(cut, traced, template, place), honest(cut, traced, template, (place + 1) % cut.degree)
-        first = next(name for name, part in own.items() if part.cut)
+        first = next(name for name, part in own.items() if len(part.boxes) > 1)
         return {**own, first: other[first]}
 
     vars(divided)["_parts"] = parts
