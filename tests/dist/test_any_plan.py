@@ -21,7 +21,7 @@ from stretto.verify.run import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = str(ROOT / "tests" / "helpers")
-TOWERS, LLAMA = ROOT / "tests" / "tasks" / "towers.py", ROOT / "tests" / "tasks" / "llama.py"
+TOWERS, LLAMA, WORDS = (ROOT / "tests" / "tasks" / f"{name}.py" for name in ("towers", "llama", "word_losses"))
 PLANS = (
     *("dp=1", "dp=3", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp_shard=2"),
     *("tp=2", "tp=3,microbatches=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3"),
@@ -34,6 +34,7 @@ CI = (
     (TOWERS, "tp=2,pp=2,microbatches=2", "dp=2,zero=3"),
     (TOWERS, "dp=2,pp=2,zero=3,microbatches=2", "dp=1"),
     (TOWERS, "tp=3,microbatches=2", "pp=3,microbatches=3"),
+    (WORDS, "tp=3,microbatches=2", "dp=1"),  # a vocabulary of 13 in parts, and whole
 )
 
 
