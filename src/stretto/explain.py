@@ -15,6 +15,7 @@ from stretto.features import Feature, features_of
 from stretto.graph.balance import balanced
 from stretto.graph.cut import Cut, plan_cut, report
 from stretto.graph.reading import Reading
+from stretto.graph.regions import find_regions
 from stretto.graph.rules import read, whole_output
 from stretto.graph.stages import Stages, Work, stages_at, work_of
 from stretto.graph.trace import Surround, Traced, trace
@@ -119,13 +120,14 @@ def explain(task: Task, plan: Plan) -> Explained:
     stages = stages_at(work, starts)
     cut = plan_cut(read(traced, whole_output(why)), traced, plan.tp) if plan.tp > 1 else Cut(Reading(), frozenset(), 1)
     rows = _parameters(template, traced, cut, stages, plan)
+    features = features_of(plan, find_regions(cut, traced).why if plan.sequence else "")
     if plan.pp == 1:
-        return Explained(str(plan), features_of(plan), tuple(rows))
+        return Explained(str(plan), features, tuple(rows))
     described = _stages(work, stages, starts, costs, rows, plan)
     flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
     seconds = tuple(row.forward_seconds for row in described), tuple(row.backward_seconds for row in described)
     step = simulate(build_schedule(plan.schedule, flow, plan.microbatches), Costs(*seconds, (0.5,) * count))
-    return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step)
+    return Explained(str(plan), features, tuple(rows), tuple(described), step)
 
 
 def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:

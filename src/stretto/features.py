@@ -20,8 +20,8 @@ class Feature:
     said: str
 
 
-def features_of(plan: Plan) -> tuple[Feature, ...]:
-    """Of every key that was asked for."""
+def features_of(plan: Plan, no_sequence: str = "") -> tuple[Feature, ...]:
+    """Of every key that was asked for; ``no_sequence``: why ``sequence=true`` does nothing for the model."""
     found = []
     if plan.dp > 1:
         found.append(Feature(f"dp={plan.dp}", True, f"{plan.dp} ranks (or groups of them) share each global batch"))
@@ -32,6 +32,9 @@ def features_of(plan: Plan) -> tuple[Feature, ...]:
         found.append(Feature(f"dp_shard={plan.dp_shard}", True, said))
     if plan.tp > 1:
         found.append(Feature(f"tp={plan.tp}", True, f"layers are cut over {plan.tp} ranks, as the parameters tell"))
+    if plan.sequence:
+        said = "between the layers that tp cuts each rank has its own part of the sequence"
+        found.append(Feature("sequence=true", not no_sequence, no_sequence or said))
     if plan.pp > 1:
         said = f"stages on {plan.pp} ranks, as balanced as they could be measured"
         found += [Feature(f"pp={plan.pp}", True, said), _schedule(plan)]

@@ -24,6 +24,7 @@ from stretto.errors import Refused
 from stretto.graph.balance import balanced
 from stretto.graph.cut import Cut, follow_cut, plan_cut, report
 from stretto.graph.reading import Reading
+from stretto.graph.regions import NONE, find_regions
 from stretto.graph.rules import read, whole_output
 from stretto.graph.stages import Stages, stages_at, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
@@ -258,7 +259,10 @@ class Divided(Placed):
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
         splits = any(action.kind is Kind.WEIGHT for action in self._order.actions[self.ranks.line.rank])
         later = self._deferred if splits else None
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later)
+        regions = find_regions(cut, stages.traced) if self._plan.sequence else NONE
+        if regions.why and not self._programs:  # of what is trained on first; a shorter batch may have none
+            self.notes = (*self.notes, f"sequence=true is inactive: {regions.why}")
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, regions)
 
     # ---- the contract
 

@@ -13,9 +13,11 @@ from torch import fx, nn
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
 from stretto.graph.localize import WHOLE, Localizer, Portion
+from stretto.graph.regions import NONE, Regions
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
 from stretto.parallel.deferred import Deferred, defer
+from stretto.parallel.sequence import sequence_modules
 from stretto.parallel.spread import modules_of
 
 
@@ -149,17 +151,19 @@ class Program:
         here: Sequence[int],
         module: nn.Module,
         deferred: Deferred | None = None,
+        regions: Regions = NONE,
     ) -> Program:
         """For the stages ``here``, with the parameters that ``module`` holds.
 
         Args:
             tensor: those who cut the model inside.
             deferred: where weight gradients can be put off.
+            regions: what lies in parts along a sequence.
         """
-        localizer = Localizer(stages, cut, tensor.rank)
+        localizer = Localizer(stages, cut, tensor.rank, regions)
         portions = {}
         for stage in here:
-            portion = localizer.build(stage, modules_of(tensor))
+            portion = localizer.build(stage, {**modules_of(tensor), **sequence_modules(tensor)})
             if deferred is not None:
                 defer(portion.graph, set(stages.traced.parameters), deferred)
             portions[stage] = Portioned(portion, stages, module)
