@@ -252,7 +252,8 @@ def _dropout(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     source, rate, training = node.args
     if not rate or not training:
         return at.call(node, at.inside(source, axis), rate, training)  # type: ignore[arg-type]
-    return at.module(DROP, at.inside(source, axis), rate, *at.part(node))  # type: ignore[arg-type]
+    steps = list(source.meta["val"].stride())  # type: ignore[union-attr]
+    return at.module(DROP, at.inside(source, axis), rate, *at.part(node), steps)  # type: ignore[arg-type]
 
 
 def _picked(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:

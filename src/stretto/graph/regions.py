@@ -23,6 +23,7 @@ from stretto.graph.reading import _argument, _each, _name, _shape
 from stretto.graph.trace import Traced
 
 _AS_IT_IS: Final = ("dropout", "to", "alias", "clone", "contiguous", "detach", "_to_copy")
+_MOVES: Final = ("transpose", "permute", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
 _NORMS: Final = ("layer_norm", "rms_norm")
 _SOFTMAX: Final = ("softmax", "log_softmax", "_softmax")
 _REDUCTIONS: Final = ("mean", "sum", "amax", "amin", "logsumexp")
@@ -173,7 +174,7 @@ def _by_place(node: fx.Node, axis: Axis, dims: Dims) -> bool:
     if name in _SOFTMAX:
         return axis not in leaves(dims[int(_argument(node, 1, "dim"))])
     # What a reduction leaves has the axis, so it doesn't run over it.
-    return name in (*_AS_IT_IS, *_REDUCTIONS) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return name in (*_AS_IT_IS, *_MOVES, *_REDUCTIONS) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _floats(node: fx.Node) -> bool:
