@@ -110,6 +110,28 @@ VOCABULARY = (
     ),
 )
 
+SEQUENCE = (
+    Planted(
+        fault="norm_gradient_of_own_places",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2,sequence=true",
+        step=1,
+        what="gradient",
+        name="blocks.0.attention_in.norm.weight",
+        says="",
+    ),
+    Planted(
+        fault="places_of_another_rank",
+        task="tests/tasks/bert.py",
+        plan="tp=2,sequence=true",
+        step=1,
+        what="loss",
+        name="bert.embeddings",
+        says="the first that is off is what bert.embeddings gives (add, microbatch 1, off by",
+    ),
+)
+
 STAGES = (
     Planted(
         fault="values_of_another_microbatch",
@@ -329,4 +351,4 @@ STAGES = (
     ),
 )
 
-AXES = (*LAYERS, *VOCABULARY, *STAGES)
+AXES = (*LAYERS, *VOCABULARY, *SEQUENCE, *STAGES)

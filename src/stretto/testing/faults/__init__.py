@@ -32,6 +32,7 @@ from stretto.testing.faults.precision import (
     sums_in_low_precision,
 )
 from stretto.testing.faults.recompute import other_numbers_in_the_second_forward, statistics_moved_twice
+from stretto.testing.faults.sequence import norm_gradient_of_own_places, places_of_another_rank
 from stretto.testing.faults.stages import (
     backward_run_twice,
     buffers_of_another_stage,
@@ -114,6 +115,7 @@ __all__ = [
     "nominal_gradient_divisor",
     "norm_counts_a_tied_table_on_each_stage",
     "norm_counts_whole_parameters_on_each_rank",
+    "norm_gradient_of_own_places",
     "norm_leaves_a_stage_out",
     "norm_of_every_copy",
     "norm_of_every_replica",
@@ -125,6 +127,7 @@ __all__ = [
     "overflow_decided_alone",
     "partial_sums_not_added",
     "partial_sums_of_one_stage",
+    "places_of_another_rank",
     "reduction_of_one_stage_dropped",
     "repeated_samples",
     "replicas_not_added",
