@@ -6,21 +6,19 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import fx
-
 from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
-from stretto.graph.balance import balanced
 from stretto.graph.cut import Cut, plan_cut, report
 from stretto.graph.rules import Reading, read
-from stretto.graph.stages import Stages, Work, stages_at, work_of
+from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
 from stretto.graph.trace import Traced, trace
 from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.parallel.measure import Seconds, costs_of
+from stretto.parallel.staged import Staged, stage
 from stretto.plan import Plan
 from stretto.precision import computing
-from stretto.schedule import Costs, Flow, Timeline, build_schedule, simulate
+from stretto.schedule import Costs, Timeline, build_schedule, simulate
 from stretto.task import Task
 
 
@@ -48,10 +46,10 @@ class Row:
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of a pipeline.
+    """One stage of the model.
 
     Args:
-        rank: of the pipeline.
+        rank: its place on ``pp`` or ``branch``.
         first: the module where it begins; ``last``: where it ends.
         elements: of the parameters that a rank of it holds.
         forward_seconds: of one microbatch, measured here; likewise ``backward_seconds``.
@@ -70,13 +68,14 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Explained:
-    """What there is to say of a plan; ``timeline``: a step of its pipeline by arithmetic, where it has one."""
+    """What there is to say of a plan; ``timeline``: a step of its stages by arithmetic, where it has several."""
 
     plan: str
     features: tuple[Feature, ...]
     parameters: tuple[Row, ...]
     stages: tuple[StageRow, ...] = ()
     timeline: Timeline | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -85,6 +84,7 @@ class Explained:
             "features": [asdict(feature) for feature in self.features],
             "parameters": [asdict(row) for row in self.parameters],
             "stages": [asdict(row) for row in self.stages],
+            "notes": list(self.notes),
         }
         if self.timeline is not None:
             found |= {"step_seconds": self.timeline.seconds, "bubble": self.timeline.bubble}
@@ -99,27 +99,26 @@ def explain(task: Task, plan: Plan) -> Explained:
     """
     template = build_template(task)
     check(template, plan)
-    if plan.tp * plan.pp == 1:
+    if not plan.traced:
         rows = [Row(name, spec.shape, 1.0, (), "whole") for name, spec in template.specs.items()]
         return Explained(str(plan), features_of(plan), tuple(rows))
     example = example_of(task, plan, template, None)
+
+    def measure(work: Work) -> list[Seconds]:
+        return costs_of(work, template.structure, template.structure, example)
+
     with computing(task.recipe.precision):
         traced = trace(template.structure.train(), *example.call)
-        work = work_of(traced, template.trainable)
-        count = plan.num_stages
-        costs = costs_of(work, template.structure, template.structure, example) if count > 1 else []
-    edges, sums = work.edges, [sum(both) for both in costs]
-    starts = balanced(sums, edges, work.crossing_bytes(), count) if count > 1 else ()
-    stages = stages_at(work, starts)
+        staged = stage(traced, template.trainable, plan, measure)
     cut = plan_cut(read(traced), traced, plan.tp) if plan.tp > 1 else Cut(Reading(), frozenset(), 1)
-    rows = _parameters(template, traced, cut, stages, plan)
-    if plan.pp == 1:
+    rows = _parameters(template, traced, cut, staged.stages, plan)
+    if plan.line == 1:
         return Explained(str(plan), features_of(plan), tuple(rows))
-    described = _stages(work, stages, starts, costs, rows, plan)
-    flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
+    described = _stages(staged, rows)
     seconds = tuple(row.forward_seconds for row in described), tuple(row.backward_seconds for row in described)
-    step = simulate(build_schedule(plan.schedule, flow, plan.microbatches), Costs(*seconds, (0.5,) * count))
-    return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step)
+    costs = Costs(*seconds, (0.5,) * len(described))
+    step = simulate(build_schedule(plan.schedule, staged.flow, plan.microbatches), costs)
+    return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step, staged.notes)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:
@@ -136,33 +135,18 @@ def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, pl
     return rows
 
 
-def _stages(
-    work: Work, stages: Stages, starts: tuple[int, ...], costs: list[Seconds], rows: list[Row], plan: Plan
-) -> list[StageRow]:
-    edges = [0, *starts, len(work.nodes)]
-    found = []
-    for stage in range(stages.count):
-        own = work.nodes[edges[stage] : edges[stage + 1]]
-        taken = costs[edges[stage] : edges[stage + 1]]
+def _stages(staged: Staged, rows: list[Row]) -> list[StageRow]:
+    stages, found = staged.stages, []
+    for number, rank in enumerate(staged.assignment.ranks):
+        places = [place for place, at in enumerate(staged.assignment.stages) if at == number]
         sends = {
-            to: sum(_num_bytes(node) for node in sources[stage])
+            to: sum(num_bytes_of(node) for node in sources[number])
             for to, sources in enumerate(stages.incoming)
-            if stage in sources
+            if number in sources
         }
-        elements = sum(round(row.numel * row.share) for row in rows if stage in row.stages)
-        forward, backward = (sum(both[at] for both in taken) for at in (0, 1))
-        names = [name for name in map(_module, own) if name]
+        elements = sum(round(row.numel * row.share) for row in rows if number in row.stages)
+        forward, backward = (sum(staged.costs[place][at] for place in places) for at in (0, 1))
+        names = [name for name in (module_of(staged.work.nodes[place]) for place in places) if name]
         first, last = (names[0], names[-1]) if names else ("", "")
-        found.append(StageRow(stage, stage % plan.pp, first, last, elements, forward, backward, sends))
+        found.append(StageRow(number, rank, first, last, elements, forward, backward, sends))
     return found
-
-
-def _module(node: fx.Node) -> str:
-    """The module that an operation belongs to."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
-
-
-def _num_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())

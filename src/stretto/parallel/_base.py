@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from stretto.comm.group import Group
 from stretto.comm.line import Line
 from stretto.comm.members import Members
+from stretto.graph.assignment import Assignment
 from stretto.schedule import Schedule
 from stretto.state import Box, Part, Shares, Slice, StateSource, TensorSpec
 
@@ -84,7 +85,7 @@ class Manner:
         offload: what lies on the host: ``none``, ``optimizer``, ``activations`` or ``all``.
         surround: what surrounds forward, and so what of it is computed again.
         example: one microbatch, for layouts that trace the model and measure it.
-        starts: where stages begin, as another layout of the same model has found; None: by measurement.
+        assignment: the stages, as another layout of the same model has found them; None: by measurement.
     """
 
     compute: torch.dtype = torch.float32
@@ -94,7 +95,7 @@ class Manner:
     offload: str = "none"
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Example | None = None
-    starts: Sequence[int] | None = None
+    assignment: Assignment | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""``tp`` and ``pp``: a model cut inside its layers, and into stages, over ranks that have the same samples.
+"""``tp``, ``pp`` and ``branch``: a model cut inside its layers, and into stages, over ranks that have the same samples.
 
 What is cut, and how, comes from the traced graph, whatever the modules are called: axes of its tensors for ``tp``
 (:mod:`stretto.graph.cut`; Megatron-LM, arXiv 1909.08053, section 3), stretches of its operations for ``pp``
-(:mod:`stretto.graph.stages`; GPipe, arXiv 1811.06965). What runs is that graph on a rank's parts: the model's own
+(:mod:`stretto.graph.stages`; GPipe, arXiv 1811.06965), towers of them for ``branch`` (:mod:`stretto.graph.towers`).
+What runs is that graph on a rank's parts: the model's own
 operations in their own order. Python that forward runs beside them runs once, when it is traced: for each mode
 (training or not) and each shape of a batch.
 """
@@ -21,10 +22,9 @@ from torch import nn
 from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
 from stretto.errors import Refused
-from stretto.graph.balance import balanced
 from stretto.graph.cut import Cut, follow_cut, plan_cut, report
 from stretto.graph.rules import Reading, read
-from stretto.graph.stages import Stages, stages_at, stages_like, work_of
+from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
@@ -33,9 +33,10 @@ from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
 from stretto.parallel.layout import Placed, buffer_slices, export_places
-from stretto.parallel.measure import costs_of
+from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.pipeline import Execution
 from stretto.parallel.program import Looker, Program
+from stretto.parallel.staged import Staged, stage
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
@@ -45,7 +46,7 @@ _NOTHING: Final = torch.empty(0)
 
 
 class Divided(Placed):
-    """A rank's part of every layer of its stages; ``starts`` says where these begin.
+    """A rank's part of every layer of its stages; ``assignment`` says which there are.
 
     Raises:
         Refused: the model can't be traced, or can't be cut as the plan says.
@@ -66,9 +67,10 @@ class Divided(Placed):
             traced = trace(self._whole.train(), *call)
             self._check_trace(traced, template, types, manner)
             cut = _cut(traced, ranks.tensor.size)
-            stages = self._stages(traced, template, manner)
-        count = plan.num_stages
-        self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
+            staged = self._staged(traced, template, manner)
+        stages = self._stages = staged.stages
+        self.assignment, self._flow = staged.assignment, staged.flow
+        self.notes = (*self.notes, *staged.notes)
         self._users = stages.users
         self._cuts = _parts(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
@@ -80,7 +82,7 @@ class Divided(Placed):
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
-        self.schedule = self._order if plan.pp > 1 else None
+        self.schedule = self._order if plan.line > 1 else None
         self._programs[_key(True, call)] = self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self._open_line()
@@ -106,30 +108,27 @@ class Divided(Placed):
         passing = sum(shape.num_bytes for shape in program.shapes.values())
         ranks = self._flow.ranks
         pairs = {(ranks[source], ranks[to]) for source, to in self._flow.feeds if ranks[source] != ranks[to]}
-        ahead = min(self._plan.microbatches, self._plan.pp + 1)
+        ahead = min(self._plan.microbatches, self._plan.line + 1)
         self.ranks.line.open(passing * ahead, [*pairs, *((to, source) for source, to in pairs)])
 
     # ---- what lies where
 
-    def _stages(self, traced: Traced, template: Template, manner: Manner) -> Stages:
-        """The first graph in stages that take as long as one another, by one rank's measurement."""
-        work, count = work_of(traced, self._trains), self._plan.num_stages
-        if count == 1 or manner.starts is not None:
-            self.starts = tuple(manner.starts or ())
-            return stages_at(work, self.starts)
-        assert manner.example is not None
-        found = (
-            costs_of(work, self._whole, template.structure, manner.example) if self.ranks.everyone.rank == 0 else None
-        )
-        costs = [sum(both) for both in self.ranks.everyone.broadcast_json(found)]
-        self.starts = balanced(costs, work.edges, work.crossing_bytes(), count)
-        return stages_at(work, self.starts)
+    def _staged(self, traced: Traced, template: Template, manner: Manner) -> Staged:
+        """The first graph in stages, by one rank's measurement."""
+        example, everyone = manner.example, self.ranks.everyone
+        assert example is not None
+
+        def measure(work: Work) -> list[Seconds]:
+            found = costs_of(work, self._whole, template.structure, example) if everyone.rank == 0 else None
+            return [(forward, backward) for forward, backward in everyone.broadcast_json(found)]
+
+        return stage(traced, self._trains, self._plan, measure, manner.assignment)
 
     def _ranks_of(self, name: str, template: Template) -> tuple[int, ...]:
         """The ranks of the pipeline that hold a parameter. One that no stage can be without a part of is everywhere."""
         spec = template.specs[name]
         if not spec.shape or not spec.numel:
-            return tuple(range(self._plan.pp))
+            return tuple(range(self._plan.line))
         return tuple(sorted({self._flow.ranks[stage] for stage in self._users[name]}))
 
     def _refuse_shared(self, narrow: Collection[str]) -> None:
@@ -139,7 +138,7 @@ class Divided(Placed):
             raise Refused(
                 f"plan {self._plan}: {shared[0]} is used by several stages. One device adds the gradients of its uses "
                 "in the lower precision that forward computes with, the stages in float32, so the numbers would differ "
-                "by that rounding; use fp32, or pp=1, or a parameter for each use"
+                "by that rounding; use fp32, or a plan without pp and branch, or a parameter for each use"
             )
 
     def _settle(self, template: Template) -> dict[str, Place]:
@@ -185,8 +184,8 @@ class Divided(Placed):
             )
         except Unavailable as error:
             raise Refused(
-                f"plan {self._plan}: zero=3 beside tp or pp keeps one copy of the weights in memory that its ranks "
-                f"share, and here that can't be: {error}; use zero=2"
+                f"plan {self._plan}: zero=3 beside tp, pp or branch keeps one copy of the weights in memory that its "
+                f"ranks share, and here that can't be: {error}; use zero=2"
             ) from error
         return shares
 
@@ -228,8 +227,7 @@ class Divided(Placed):
                 traced = trace(self._whole.train(self.module.training), *call)
             size = self.ranks.tensor.size
             cut = follow_cut(read(traced), traced, self._cuts, size) if size > 1 else _uncut()
-            work = work_of(traced, self._trains, self._changes)
-            stages = stages_like(work, self._users, len(self._flow.ranks), self._changes)
+            stages = stages_like(work_of(traced, self._trains, self._changes), self._stages)
             self._programs[key] = self._program(stages, cut)
         return self._programs[key]
 
