@@ -39,7 +39,7 @@ def build_template(task: Task) -> Template:
         module = task.model()
         refuse_overlaps(module)  # a cast would part them
         changed = retyped(module, task.recipe.precision)
-        return Template(cast_model(module, task.recipe.precision), changed)
+        return Template(cast_model(module, task.recipe.precision), changed, task.layout())
     finally:
         before.restore()
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
-from stretto.graph.cut import Cut, plan_cut, report
-from stretto.graph.rules import Reading, read
+from stretto.graph.cut import Cut, report
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
 from stretto.graph.trace import Traced, trace
 from stretto.parallel import Template
 from stretto.parallel.apply import check
+from stretto.parallel.inside import cut_inside
 from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.staged import Staged, stage
 from stretto.plan import Plan
@@ -109,16 +110,16 @@ def explain(task: Task, plan: Plan) -> Explained:
 
     with computing(task.recipe.precision):
         traced = trace(template.structure.train(), *example.call)
-        staged = stage(traced, template.trainable, plan, measure)
-    cut = plan_cut(read(traced), traced, plan.tp) if plan.tp > 1 else Cut(Reading(), frozenset(), 1)
+        staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
+    cut = cut_inside(traced, template, plan.tp)
     rows = _parameters(template, traced, cut, staged.stages, plan)
     if plan.line == 1:
-        return Explained(str(plan), features_of(plan), tuple(rows))
-    described = _stages(staged, rows)
+        return Explained(str(plan), features_of(plan), tuple(rows), notes=cut.notes)
+    described = _stages(staged, staged.costs or measure(staged.work), rows)
     seconds = tuple(row.forward_seconds for row in described), tuple(row.backward_seconds for row in described)
     costs = Costs(*seconds, (0.5,) * len(described))
     step = simulate(build_schedule(plan.schedule, staged.flow, plan.microbatches), costs)
-    return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step, staged.notes)
+    return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step, (*cut.notes, *staged.notes))
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:
@@ -135,7 +136,7 @@ def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, pl
     return rows
 
 
-def _stages(staged: Staged, rows: list[Row]) -> list[StageRow]:
+def _stages(staged: Staged, costs: Sequence[Seconds], rows: list[Row]) -> list[StageRow]:
     stages, found = staged.stages, []
     for number, rank in enumerate(staged.assignment.ranks):
         places = [place for place, at in enumerate(staged.assignment.stages) if at == number]
@@ -145,7 +146,7 @@ def _stages(staged: Staged, rows: list[Row]) -> list[StageRow]:
             if number in sources
         }
         elements = sum(round(row.numel * row.share) for row in rows if number in row.stages)
-        forward, backward = (sum(staged.costs[place][at] for place in places) for at in (0, 1))
+        forward, backward = (sum(costs[place][at] for place in places) for at in (0, 1))
         names = [name for name in (module_of(staged.work.nodes[place]) for place in places) if name]
         first, last = (names[0], names[-1]) if names else ("", "")
         found.append(StageRow(number, rank, first, last, elements, forward, backward, sends))

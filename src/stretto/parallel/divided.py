@@ -22,8 +22,8 @@ from torch import nn
 from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
 from stretto.errors import Refused
-from stretto.graph.cut import Cut, follow_cut, plan_cut, report
-from stretto.graph.rules import Reading, read
+from stretto.graph.cut import Cut, follow_cut
+from stretto.graph.rules import read
 from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
@@ -32,6 +32,7 @@ from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, tr
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
+from stretto.parallel.inside import cut_inside, uncut
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.pipeline import Execution
@@ -66,11 +67,11 @@ class Divided(Placed):
         with manner.surround():
             traced = trace(self._whole.train(), *call)
             self._check_trace(traced, template, types, manner)
-            cut = _cut(traced, ranks.tensor.size)
+            cut = cut_inside(traced, template, ranks.tensor.size)
             staged = self._staged(traced, template, manner)
         stages = self._stages = staged.stages
         self.assignment, self._flow = staged.assignment, staged.flow
-        self.notes = (*self.notes, *staged.notes)
+        self.notes = (*self.notes, *cut.notes, *staged.notes)
         self._users = stages.users
         self._cuts = _parts(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
@@ -122,7 +123,7 @@ class Divided(Placed):
             found = costs_of(work, self._whole, template.structure, example) if everyone.rank == 0 else None
             return [(forward, backward) for forward, backward in everyone.broadcast_json(found)]
 
-        return stage(traced, self._trains, self._plan, measure, manner.assignment)
+        return stage(traced, self._trains, self._plan, measure, manner.assignment, template.layout)
 
     def _ranks_of(self, name: str, template: Template) -> tuple[int, ...]:
         """The ranks of the pipeline that hold a parameter. One that no stage can be without a part of is everywhere."""
@@ -226,7 +227,7 @@ class Divided(Placed):
             with torch.enable_grad():  # in the precision that surrounds every forward
                 traced = trace(self._whole.train(self.module.training), *call)
             size = self.ranks.tensor.size
-            cut = follow_cut(read(traced), traced, self._cuts, size) if size > 1 else _uncut()
+            cut = follow_cut(read(traced), traced, self._cuts, size) if size > 1 else uncut()
             stages = stages_like(work_of(traced, self._trains, self._changes), self._stages)
             self._programs[key] = self._program(stages, cut)
         return self._programs[key]
@@ -296,22 +297,6 @@ def _key(training: bool, call: Call) -> Any:
     given = (arguments, dict(keywords))
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
     return training, shapes, repr(mapped(given, lambda _: _NOTHING))
-
-
-def _uncut() -> Cut:
-    return Cut(Reading(), frozenset(), 1)
-
-
-def _cut(traced: Traced, degree: int) -> Cut:
-    """Raises Refused where nothing can be cut inside, though ``tp`` asks for it."""
-    if degree == 1:
-        return _uncut()
-    cut = plan_cut(read(traced), traced, degree)
-    if not cut.axes:
-        whys = report(cut, traced).items()  # of a number there is nothing to say
-        said = next((f"; {name}: {why}" for name, why in whys if not why.endswith(": ")), "")
-        raise Refused(f"plan: tp={degree} finds nothing to cut in this model{said}")
-    return cut
 
 
 def _parts(cut: Cut, traced: Traced, template: Template, rank: int) -> dict[str, Part]:

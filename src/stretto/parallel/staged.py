@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch import fx
 
 from stretto.graph.assignment import Assignment
 from stretto.graph.balance import balanced
 from stretto.graph.effects import draws_in
+from stretto.graph.named import named_cuts, named_towers
 from stretto.graph.stages import Stages, Work, module_of, stages_of, work_of
 from stretto.graph.towers import find_towers
 from stretto.graph.trace import Traced
+from stretto.layout import Layout
 from stretto.parallel.measure import Seconds
 from stretto.plan import Plan
 from stretto.schedule import Flow
+
+_FREE: Final = Layout()
 
 
 @dataclass(frozen=True)
@@ -45,26 +50,33 @@ def stage(
     plan: Plan,
     measure: Callable[[Work], Sequence[Seconds]],
     given: Assignment | None = None,
+    layout: Layout = _FREE,
 ) -> Staged:
     """Cuts a graph as ``plan`` says: into stages that take as long as one another (``pp``) or into towers (``branch``).
 
     Args:
         measure: gives the seconds of each of ``work.nodes``; only asked where something is to be decided.
         given: the cut, where another layout of the same model has found it.
+        layout: what the task says of it.
 
     Raises:
         Refused: the graph can't be cut so.
     """
     work, notes = work_of(traced, trains), tuple[str, ...]()
     costs: Sequence[Seconds] = ()
+    count = plan.pp * max(1, plan.chunks)
     assignment = given or Assignment.stretches(len(work.nodes))
-    if given is None and plan.line > 1:
+    if given is None and plan.pp > 1 and layout.cuts:
+        assignment = named_cuts(work, layout.cuts, plan.pp, count)
+    elif given is None and plan.branch > 1 and layout.towers:
+        assignment = named_towers(work, layout.towers, plan.branch)
+    elif given is None and plan.line > 1:
         costs = measure(work)
         sums = [sum(both) for both in costs]
         if plan.branch > 1:
             assignment, notes = find_towers(work, sums, plan.branch)
         else:
-            starts = balanced(sums, work.edges, work.crossing_bytes(), plan.pp * max(1, plan.chunks))
+            starts = balanced(sums, work.edges, work.crossing_bytes(), count)
             assignment = Assignment.stretches(len(work.nodes), starts, plan.pp)
     stages = stages_of(work, assignment)
     if plan.branch > 1:
