@@ -121,11 +121,6 @@ def assemble(
             f"plan {plan}: precision=bf16-autocast chooses types while forward runs, which a traced model no longer "
             "does; use bf16, fp32 or fp64"
         )
-    if plan.tp > 1 and task.recipe.precision not in ("fp32", "fp64"):
-        raise Refused(
-            f"plan {plan}: precision={task.recipe.precision} rounds each rank's part of a sum before it is added up; "
-            "how far that is from one device is not stated yet, so tp takes fp32 and fp64"
-        )
     example = example_of(task, plan, template, dataset) if plan.traced else None
     surround = partial(computing, task.recipe.precision, group.device.type)
     lower = compute if narrow else torch.float32

@@ -114,6 +114,7 @@ class _Prover:
         record = reference.record
         if record is None:
             return PlanReport(plan=text, status="failed", reason=f"one device alone fails: {reference.failure}")
+        record = replace(record, cut_inside=plan.tp > 1)
         if record.batch_norms and record.random and pieces > 1:
             reason = (
                 f"{record.batch_norms[0]} is a BatchNorm, whose statistics need the whole batch at once, and forward "

@@ -74,7 +74,7 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> Payload:
     cut = None if given is None else Assignment.from_json(given)
     machinery = assemble(task, plan, prepared.template, group, dataset=prepared.dataset, assignment=cut)
     machinery = dataclasses.replace(machinery, sync=WatchedSync(machinery.sync, feed))
-    recorded = Recorded(Path(payload["folder"]))
+    recorded = Recorded(Path(payload["folder"]), cut_inside=plan.tp > 1)
     witness = Witness(recorded, machinery, feed)
     witness.begin()
     dataset = WatchedDataset(prepared.dataset, feed)
