@@ -20,7 +20,7 @@ from torch import fx
 from stretto.errors import Refused
 from stretto.graph.assignment import Assignment
 from stretto.graph.balance import BYTES_PER_SECOND
-from stretto.graph.effects import draws_in
+from stretto.graph.effects import draws_in, writes
 from stretto.graph.stages import MESSAGE_BYTES, Work, module_of, num_bytes_of
 
 LEAST_SAVED: Final = 0.1  # of a model's time, so that towers are worth ranks
@@ -179,7 +179,7 @@ class _Finder:
         every = sum(1 << unit for unit in units)
         sources = sum(1 << unit for unit in units if (self._before[unit] & every) == 1 << unit)
         own: dict[int, list[int]] = {}
-        tail = []
+        tail: list[int] = []
         for unit in units:
             mine = self._before[unit] & sources
             (own.setdefault(mine, []) if mine.bit_count() == 1 else tail).append(unit)
@@ -195,7 +195,7 @@ class _Finder:
         """In the order in which they draw random numbers, or else come first."""
         towers = [self._tower(own) for own in self._by_turns(found)]
         towers.sort(key=lambda tower: self._first_draw(tower.units))
-        large = [tower for tower in towers if tower.seconds >= LEAST_TOWER * self._total]
+        large = [t for t in towers if t.seconds >= LEAST_TOWER * self._total and not self._idle(t)]
         if len(large) > len(self.most):
             self.most = large
         return towers
@@ -230,8 +230,8 @@ class _Finder:
         return _Piece((), tuple((tower, ranks[id(tower)]) for tower in towers), saved, sends)
 
     def _idle(self, tower: _Tower) -> bool:
-        """Where messages have no price: whether it only keeps count, as batch norms do of their batches."""
-        return not self._counts and not any(n in self._work.carries for u in tower.units for n in self._nodes[u])
+        """Whether it only keeps count, as batch norms do of their batches."""
+        return all(writes(node) for unit in tower.units for node in self._nodes[unit])
 
     @staticmethod
     def _worth(pieces: Iterable[_Piece]) -> float:
@@ -275,8 +275,8 @@ class _Finder:
             return ""
         beside = ", ".join(f"{self._name(t.units)} {t.seconds / self._total:.0%}" for t in self.most)
         if len(self.most) < 2:
-            turns = f", and {self.by_turns} draw random numbers by turns" if self.by_turns else ""
-            return f"everything depends on what comes before it{turns}; use pp={self._degree}"
+            turns = self.by_turns and f"{self.by_turns} draw random numbers by turns, so they run on one rank"
+            return f"{turns or 'everything depends on what comes before it'}; use pp={self._degree}"
         if len(self.most) < self._degree:
             count = len(self.most)
             return f"no more than {count} lie side by side ({beside} of the time); use branch={count}"
