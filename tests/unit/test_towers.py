@@ -13,9 +13,9 @@ from torch import fx
 from stretto.errors import Refused
 from stretto.graph.assignment import Assignment
 from stretto.graph.effects import draws_in
-from stretto.graph.stages import Work, stages_of, work_of
+from stretto.graph.stages import Work, stages_like, stages_of, work_of
 from stretto.graph.towers import find_towers
-from stretto.graph.trace import Traced
+from stretto.graph.trace import Traced, trace
 
 Needs = Sequence[tuple[int, ...]]  # of each operation those that it needs; one that needs none has the argument
 
@@ -65,6 +65,11 @@ def test_a_stem_feeds_branches_the_longest_of_which_is_alone() -> None:
     assert ranks == [1, 1, 0, 0, 1]
     assert stages == [1, 0, 1, 1], "the stem, both ranks' branches, and the tail"
     assert shown(needs, (1, 5, 2, 2, 1), 3)[0][1:4] in ([2, 1, 0], [2, 0, 1])
+
+
+def test_the_longest_is_dealt_first() -> None:
+    ranks, _ = shown(((), (0,), (0,), (0,), (1, 2, 3)), (1, 2, 2, 9, 1), 2)
+    assert ranks[1:4] == [0, 0, 1]
 
 
 def test_towers_within_a_tower_are_found_where_they_save_more() -> None:
@@ -145,3 +150,54 @@ def _check(graph: Work, found: Assignment, degree: int) -> None:
     assert set(found.ranks) == set(range(degree)) and found.ranks[-1] == degree - 1
     assert Assignment.from_json(found.to_json()) == found
     stages_of(graph, found)
+
+
+class Twice(torch.nn.Module):
+    """Two halves go through the same layers, or through each its own."""
+
+    def __init__(self, norm: bool, shared: bool) -> None:
+        super().__init__()
+        self.one = self._layers(norm)
+        self.other = None if shared else self._layers(norm)
+
+    @staticmethod
+    def _layers(norm: bool) -> torch.nn.Sequential:
+        middle = torch.nn.BatchNorm1d(4) if norm else torch.nn.LayerNorm(4)
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), middle, torch.nn.Linear(4, 4), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (self.one(x[:, :4]) - (self.other or self.one)(x[:, 4:])).square()
+        return found
+
+
+def traced(module: torch.nn.Module, length: int, training: bool = True) -> Work:
+    found = trace(module.train(training), (torch.randn(length, 8),), {})
+    return work_of(found, {name: True for name, _ in module.named_parameters()})
+
+
+def test_statistics_that_two_towers_share_keep_them_together() -> None:
+    for norm, shared in ((True, False), (False, True), (False, False)):
+        graph = traced(Twice(norm, shared), 5)
+        assert set(find_towers(graph, [1.0] * len(graph.nodes), 2)[0].ranks) == {0, 1}
+    graph = traced(Twice(norm=True, shared=True), 5)
+    with pytest.raises(Refused, match="finds no towers"):
+        find_towers(graph, [1.0] * len(graph.nodes), 2)
+
+
+def test_what_only_counts_batches_is_no_tower() -> None:
+    chain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+    graph = traced(chain, 5)
+    assert any("add_" in str(node) for node in graph.nodes)
+    with pytest.raises(Refused, match="everything depends on what comes before it"):
+        find_towers(graph, [1.0] * len(graph.nodes), 2)
+
+
+def test_towers_of_one_set_of_layers_are_told_apart_in_other_graphs_too() -> None:
+    module = Twice(norm=False, shared=True)
+    graph = traced(module, 5)
+    first = stages_of(graph, find_towers(graph, [1.0] * len(graph.nodes), 2)[0])
+    for length, training in ((3, True), (5, False), (1, False)):
+        other = traced(module, length, training)
+        again = stages_like(other, first)
+        assert [again.of[node] for node in other.nodes] == [first.of[node] for node in graph.nodes]
+        assert again.users == first.users and again.feeds == first.feeds

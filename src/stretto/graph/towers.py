@@ -218,7 +218,7 @@ class _Finder:
         """A rank for each tower; what is small, or takes less time than its messages, has the last one's."""
         small = [t for t in towers if t.seconds < max(LEAST_TOWER * self._total, t.sends) or self._idle(t)]
         last = self._degree - 1
-        loads = [0.0] * last + [sum(tower.seconds for tower in small)]
+        loads = [0.0] * self._degree
         ranks = {id(tower): last for tower in small}
         for tower in sorted(towers, key=lambda each: -each.seconds):
             if id(tower) not in ranks:
