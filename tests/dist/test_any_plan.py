@@ -28,12 +28,15 @@ PLANS = (
     *("pp=2", "pp=3,microbatches=3", "pp=2,schedule=interleaved,chunks=3,microbatches=4"),
     *("pp=2,schedule=zero-bubble,microbatches=3", "dp=2,pp=2,zero=2", "dp=2,pp=2,zero=3,microbatches=2"),
     *("tp=2,pp=2,microbatches=2", "dp=2,tp=2,pp=2,zero=3", "dp=2,tp=2,pp=2,zero=1,schedule=interleaved"),
+    *("branch=2", "dp=2,branch=2,zero=2", "tp=2,branch=2,microbatches=2"),
 )
 # Through all that cuts, and back to one device; from there, and between two ways of cutting layers.
 CI = (
     (TOWERS, "tp=2,pp=2,microbatches=2", "dp=2,zero=3"),
     (TOWERS, "dp=2,pp=2,zero=3,microbatches=2", "dp=1"),
     (TOWERS, "tp=3,microbatches=2", "pp=3,microbatches=3"),
+    (TOWERS, "branch=2", "dp=2"),
+    (TOWERS, "dp=2,zero=3", "dp=2,branch=2,zero=2"),
 )
 
 

@@ -296,4 +296,18 @@ STAGES = (
     ),
 )
 
-AXES = (*LAYERS, *STAGES)
+TOWERS = (
+    Planted(
+        fault="gradient_of_a_tower_twice",
+        task="tests/tasks/towers.py",
+        plan="branch=2",
+        step=1,
+        what="gradient",
+        name="thing.2.weight",
+        rank=0,
+        under=EVEN,
+        says="only rank(s) 0 are off",
+    ),
+)
+
+AXES = (*LAYERS, *STAGES, *TOWERS)

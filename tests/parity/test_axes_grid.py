@@ -1,5 +1,6 @@
-"""The grid of ``tp`` and ``pp`` with all else: kinds of models under plans of up to eight workers have one device's
-numbers, or are refused with a reason that is listed here. A fixed sample runs in `make test`, all by `make matrix`.
+"""The grid of ``tp``, ``pp`` and ``branch`` with all else: kinds of models under plans of up to eight workers have one
+device's numbers, or are refused with a reason that is listed here. A fixed sample runs in `make test`, all by
+`make matrix`.
 """
 
 from __future__ import annotations
@@ -33,31 +34,42 @@ PLANS = (
     *("dp=2,pp=2,microbatches=2", "dp=2,pp=2,zero=2,microbatches=2", "dp=2,pp=2,zero=3", "dp=4,pp=2,zero=3"),
     *("tp=2,pp=2,microbatches=2", "tp=2,pp=2,schedule=zero-bubble,microbatches=3"),
     *("dp=2,tp=2,pp=2,zero=1,schedule=interleaved", "dp=2,tp=2,pp=2,zero=3,microbatches=2"),
+    *("branch=2", "branch=2,schedule=zero-bubble,microbatches=3", "dp=2,branch=2,zero=2", "dp=2,tp=2,branch=2,zero=3"),
 )
+EVEN = "stretto.testing.conditions:even_stages"  # so that what is found side by side doesn't hang on a clock
 
 
 def _batch_norm(plan: str) -> str:
     if "microbatches" in plan:
         return "is a BatchNorm, whose statistics are of the whole batch"
-    if "pp" in plan and "dp" in plan:
-        return "is a BatchNorm, which pp can't run over several workers' samples yet"
-    return "is a BatchNorm, which tp can't cut yet" if "tp" in plan else ""
+    for axis in ("pp", "branch"):
+        if axis in plan and "dp" in plan:
+            return f"is a BatchNorm, which {axis} can't run over several workers' samples yet"
+    return _no_towers(plan) or ("is a BatchNorm, which tp can't cut yet" if "tp" in plan else "")
 
 
 def _nothing_to_cut(plan: str) -> str:
     return "finds nothing to cut in this model" if "tp" in plan else ""
 
 
+def _no_towers(plan: str) -> str:
+    return "finds no towers" if "branch" in plan else ""
+
+
+def _a_chain(plan: str) -> str:
+    return "finds no" if "branch" in plan else _nothing_to_cut(plan)
+
+
 def _one_operation(plan: str) -> str:
     """All its layers are one operation, between an embedding and a head."""
     many = "interleaved" in plan or "pp=4" in plan
-    return _nothing_to_cut(plan) or ("the model can be cut into 3" if many else "")
+    return _a_chain(plan) or ("the model can be cut into 3" if many else "")
 
 
 # Every refusal there is. Whatever else is refused, or is no longer, fails.
 REFUSED = {
     "u-net, batch norm": _batch_norm,
-    "u-net, group norm": _nothing_to_cut,  # each convolution's channels are a group norm's
+    "u-net, group norm": _a_chain,  # each convolution's channels are a group norm's
     "lstm": _one_operation,
     "multi, shared": _nothing_to_cut,
 }
@@ -70,6 +82,7 @@ SAMPLE = (
     ("u-net, group norm", 1, ("pp=3,schedule=zero-bubble,microbatches=4", "tp=2")),
     ("lstm", 0, ("pp=2,schedule=gpipe,microbatches=2", "tp=2")),
     ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
+    ("multi, shared", 0, ("branch=2,schedule=zero-bubble,microbatches=3", "dp=2,branch=2,zero=2")),
 )
 
 
@@ -81,7 +94,11 @@ def refusals(kind: str, plans: tuple[str, ...]) -> dict[str, str]:
 def prove_kind(launcher: LocalLauncher, figures: Figures, kind: str, optimizer: int, plans: tuple[str, ...]) -> None:
     name, sets = next((task, sets) for one, task, sets in KINDS if one == kind)
     chosen = kinds(name)[optimizer]
-    check(prove(launcher, name, plans, {**sets, "kind": chosen}), f"{kind} {chosen}", figures, refusals(kind, plans))
+    for plant in (None, EVEN):
+        some = tuple(plan for plan in plans if ("branch" in plan) == (plant is not None))
+        if some:
+            report = prove(launcher, name, some, {**sets, "kind": chosen}, plant)
+            check(report, f"{kind} {chosen}", figures, refusals(kind, some))
 
 
 @pytest.mark.parametrize(("kind", "optimizer", "plans"), SAMPLE, ids=lambda value: str(value))
@@ -92,7 +109,7 @@ def test_a_sample_of_the_axes_has_the_numbers_of_one_device(
 
 
 def test_the_grid_of_axes_is_as_wide_as_it_says() -> None:
-    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 28)
+    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 32)
     accepted = sum(plan not in refusals(kind, PLANS) for kind, _, _ in KINDS for plan in PLANS)
     assert accepted >= AT_LEAST
     assert {plan for _, _, plans in SAMPLE for plan in plans} <= set(PLANS)

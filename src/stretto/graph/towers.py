@@ -1,10 +1,10 @@
 """Towers: parts of a model that don't depend on each other, found in its graph, and a rank for each of them.
 
-Where one operation comes before or after every other, the graph has a *waist*: nothing runs beside it. What hangs
-together of what lies between two waists is a tower; where all of it does, what comes of one of its beginnings alone. Such
-towers either run side by side, the longest first to the rank that has least to do (Graham 1969, "Bounds on
-multiprocessing timing anomalies"), or stay together and are looked into one by one, as each may have waists of its own:
-whichever saves more. All else, the way there and on, is the last rank's, where the model's output comes out.
+Where one operation comes before or after every other, the graph has a *waist*: nothing runs beside it. Of what lies
+between two waists, what hangs together is a tower, or what comes of one of its beginnings alone. Such towers either run
+side by side, the longest first to the rank that has least to do (Graham 1969, "Bounds on multiprocessing timing
+anomalies"), or stay together and are looked into one by one, as each may have waists of its own: whichever saves more.
+All else, the way there and on, is the last rank's, where the model's output comes out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import fx
 from stretto.errors import Refused
 from stretto.graph.assignment import Assignment
 from stretto.graph.balance import BYTES_PER_SECOND
-from stretto.graph.effects import draws_in
+from stretto.graph.effects import draws_in, writes
 from stretto.graph.stages import MESSAGE_BYTES, Work, module_of, num_bytes_of
 
 LEAST_SAVED: Final = 0.1  # of a model's time, so that towers are worth ranks
+DEEPEST: Final = 100  # towers within towers, and joins one after the other
 LEAST_TOWER: Final = 0.01  # of a model's time; less than that is no tower
 
 
@@ -100,6 +101,7 @@ class _Finder:
                     self._after[other] |= self._after[at]
         self.most: list[_Tower] = []  # the most towers side by side that were seen
         self.by_turns = ""
+        self._known: dict[tuple[int, ...], list[_Piece]] = {}
 
     # ---- finding
 
@@ -107,35 +109,45 @@ class _Finder:
         """The whole model, in order."""
         return self._cut(tuple(range(len(self._nodes))))
 
-    def _cut(self, units: tuple[int, ...]) -> list[_Piece]:
-        """What lies between two waists, or in a tower."""
+    def _cut(self, units: tuple[int, ...], depth: int = 0) -> list[_Piece]:
+        """What lies between two waists, or in a tower; what lies deeper than anybody builds stays together."""
+        if units not in self._known:
+            self._known[units] = self._look(units, depth)
+        return self._known[units]
+
+    def _look(self, units: tuple[int, ...], depth: int) -> list[_Piece]:
         found: list[_Piece] = []
         while units:
-            towers, tail = self._components(units), tuple[int, ...]()
-            if len(towers) == 1:
-                if waists := self._waists(units):
-                    return [*found, *self._between(units, waists)]
-                towers, tail = self._by_source(units)
-                if len(towers) == 1 and not tail:
-                    return [*found, _Piece(units)]
-            found += self._chosen(towers)
+            if (depth := depth + 1) > DEEPEST:
+                return [*found, _Piece(units)]
+            parted = self._components(units)
+            if len(parted) == 1 and (waists := self._waists(units)):
+                return [*found, *self._between(units, waists, depth)]
+            begun, tail = self._by_source(units)
+            if len(parted) > 1:
+                inside = self._chosen(parted, depth)
+                joined = [*self._chosen(begun, depth), *self._cut(tail, depth)] if tail else []
+                return [*found, *(joined if self._worth(joined) > self._worth(inside) else inside)]
+            if len(begun) == 1 and not tail:
+                return [*found, _Piece(units)]
+            found += self._chosen(begun, depth)
             units = tail
         return found
 
-    def _between(self, units: tuple[int, ...], waists: set[int]) -> Iterator[_Piece]:
+    def _between(self, units: tuple[int, ...], waists: set[int], depth: int) -> Iterator[_Piece]:
         region: list[int] = []
         for unit in units:
             if unit in waists:
-                yield from self._cut(tuple(region))
+                yield from self._cut(tuple(region), depth)
                 yield _Piece((unit,))
                 region = []
             else:
                 region.append(unit)
-        yield from self._cut(tuple(region))
+        yield from self._cut(tuple(region), depth)
 
-    def _chosen(self, towers: Sequence[_Tower]) -> list[_Piece]:
+    def _chosen(self, towers: Sequence[_Tower], depth: int) -> list[_Piece]:
         """The towers side by side, or one after the other with what lies side by side inside them."""
-        inside = [piece for tower in towers for piece in self._cut(tower.units)]
+        inside = [piece for tower in towers for piece in self._cut(tower.units, depth)]
         if len(towers) == 1:
             return inside
         apart = self._side_by_side(towers)
@@ -163,12 +175,11 @@ class _Finder:
         return self._towers(found)
 
     def _by_source(self, units: tuple[int, ...]) -> tuple[list[_Tower], tuple[int, ...]]:
-        """Of what hangs together without a waist, so that it begins at several places: what comes of one of these
-        alone, and the rest, which joins them."""
+        """Of what begins at several places: what comes of one of these alone, and the rest, which joins them."""
         every = sum(1 << unit for unit in units)
         sources = sum(1 << unit for unit in units if (self._before[unit] & every) == 1 << unit)
         own: dict[int, list[int]] = {}
-        tail = []
+        tail: list[int] = []
         for unit in units:
             mine = self._before[unit] & sources
             (own.setdefault(mine, []) if mine.bit_count() == 1 else tail).append(unit)
@@ -184,7 +195,7 @@ class _Finder:
         """In the order in which they draw random numbers, or else come first."""
         towers = [self._tower(own) for own in self._by_turns(found)]
         towers.sort(key=lambda tower: self._first_draw(tower.units))
-        large = [tower for tower in towers if tower.seconds >= LEAST_TOWER * self._total]
+        large = [t for t in towers if t.seconds >= LEAST_TOWER * self._total and not self._idle(t)]
         if len(large) > len(self.most):
             self.most = large
         return towers
@@ -207,7 +218,7 @@ class _Finder:
         """A rank for each tower; what is small, or takes less time than its messages, has the last one's."""
         small = [t for t in towers if t.seconds < max(LEAST_TOWER * self._total, t.sends) or self._idle(t)]
         last = self._degree - 1
-        loads = [0.0] * last + [sum(tower.seconds for tower in small)]
+        loads = [0.0] * self._degree
         ranks = {id(tower): last for tower in small}
         for tower in sorted(towers, key=lambda each: -each.seconds):
             if id(tower) not in ranks:
@@ -219,8 +230,8 @@ class _Finder:
         return _Piece((), tuple((tower, ranks[id(tower)]) for tower in towers), saved, sends)
 
     def _idle(self, tower: _Tower) -> bool:
-        """Where messages have no price: whether it only keeps count, as batch norms do of their batches."""
-        return not self._counts and not any(n in self._work.carries for u in tower.units for n in self._nodes[u])
+        """Whether it only keeps count, as batch norms do of their batches."""
+        return all(writes(node) for unit in tower.units for node in self._nodes[unit])
 
     @staticmethod
     def _worth(pieces: Iterable[_Piece]) -> float:
@@ -264,8 +275,8 @@ class _Finder:
             return ""
         beside = ", ".join(f"{self._name(t.units)} {t.seconds / self._total:.0%}" for t in self.most)
         if len(self.most) < 2:
-            turns = f", and {self.by_turns} draw random numbers by turns" if self.by_turns else ""
-            return f"everything depends on what comes before it{turns}; use pp={self._degree}"
+            turns = self.by_turns and f"{self.by_turns} draw random numbers by turns, so they run on one rank"
+            return f"{turns or 'everything depends on what comes before it'}; use pp={self._degree}"
         if len(self.most) < self._degree:
             count = len(self.most)
             return f"no more than {count} lie side by side ({beside} of the time); use branch={count}"

@@ -31,7 +31,7 @@ Roots = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Where backward begins, and with which gradients."""
 
 Around = Callable[..., AbstractContextManager[None]]
-"""What surrounds backward of a microbatch, and mostly its forward: ``(last, ghost)``; see `sync.Sync.microbatch`."""
+"""What surrounds backward of a microbatch, and mostly its forward: see `sync.Sync.microbatch`."""
 
 
 @dataclass(frozen=True)
