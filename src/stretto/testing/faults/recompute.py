@@ -10,7 +10,7 @@ from stretto.testing.faults.planting import FAULTY_STEP, note_batches
 def other_numbers_in_the_second_forward(rank: int) -> None:
     """From the faulty step on random numbers are drawn anew where a layer is computed again."""
     from stretto.data import Generators
-    from stretto.parallel.recompute import _Again
+    from stretto.parallel.again import _Again
 
     honest, seen = _Again.__enter__, list[tuple[int, ...]]()
     note_batches(seen)
