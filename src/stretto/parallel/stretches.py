@@ -150,19 +150,17 @@ class _Stretch:
 
 class _Call:
     """One microbatch's way through a stretch: the first time it is looked at and changes buffers, later it isn't and
-    does not."""
+    changes copies. Both copy alike, for torch compares what the two forwards call where ``selective`` keeps results."""
 
     def __init__(self, fixed: list[Any], written: Sequence[int], run_graph: RunGraph) -> None:
-        self._fixed, self._run_graph = fixed, run_graph
-        again = torch.is_grad_enabled()
-        self._before = {at: fixed[at].clone() for at in written} if again else {}
-        self._begun = False
+        self._fixed, self._written, self._run_graph = fixed, written, run_graph
+        self._before: dict[int, torch.Tensor] | None = None
 
     def begin(self) -> tuple[list[Any], RunGraph]:
         """What is there, and how the operations are run."""
-        if not self._begun:
-            self._begun, run_graph = True, self._run_graph
-            self._run_graph = plainly
+        if self._before is None:
+            self._before = {at: self._fixed[at].clone() for at in self._written}
+            run_graph, self._run_graph = self._run_graph, plainly
             return self._fixed, run_graph
         fixed = list(self._fixed)
         for at, value in self._before.items():
