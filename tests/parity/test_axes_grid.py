@@ -71,7 +71,7 @@ SAMPLE = (
     ("u-net, group norm", 1, ("pp=3,schedule=zero-bubble,microbatches=4", "tp=2")),
     ("lstm", 0, ("pp=2,schedule=gpipe,microbatches=2", "tp=2")),
     ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
-    ("bert", 0, ("dp=2,tp=2,pp=2,zero=1,microbatches=4,recompute=selective",)),
+    ("gpt, tied", 0, ("dp=2,tp=2,pp=2,zero=1,microbatches=4,recompute=selective",)),
 )
 
 

@@ -44,7 +44,7 @@ DIVIDED = (
     ("cnn_skips", {"norm": "group"}, "full", (STAGES[0],)),
     ("cnn_skips", {"norm": "group"}, "selective", (STAGES[3],)),
     ("digits", {}, "full", ("pp=2",)),
-    ("bert", {}, "selective", EIGHT),
+    ("bert", {}, "full", AXES[1:2]),
 )
 DIVIDED_WHOLE = (("gpt", {}), ("mlp_dropout", {}), ("bert", {}), ("cnn_skips", {"norm": "group"}))
 MATRIX = pytest.mark.matrix  # what a sample in `make test` leaves to `make matrix`

@@ -106,7 +106,10 @@ class Localizer:
         return self.local_shape(node) if self._cut.axes else [int(size) for size in node.meta["val"].shape]
 
     def mean_bytes(self, node: fx.Node) -> int:
-        """Of what a node of a portion gives, on average over the ranks, so that all of them reckon alike."""
+        """Of what a node of a portion gives, on average over the ranks, so that all of them reckon alike. A part of a sum
+        is as large as the sum."""
+        while WHOLE not in node.meta and len(node.users) == 1:
+            (node,) = node.users
         whole = node.meta.get(WHOLE)
         value: Any = None if whole is None else whole.meta.get("val")
         values = value if isinstance(value, list | tuple) else [value]
