@@ -160,7 +160,7 @@ def test_sums_of_several_ranks_are_kept_or_added_up_once_more(how: str, ahead: i
     each, but where it has no room for pieces."""
     torch.manual_seed(0)
     model = load_task(GPT, {"depth": 2, "width": 64, "heads": 2, "context": 64}).model()
-    x, members = torch.randint(256, (4, 64)), Counting(2)
+    x, members = torch.randint(256, (32, 64)), Counting(2)
     portion = program_of(model, x, how, members, ahead=ahead).portions[0]
     once(portion, x).sum().backward()  # the first time each piece is proved
     for _ in range(2):
