@@ -106,8 +106,8 @@ class Localizer:
         return self.local_shape(node) if self._cut.axes else [int(size) for size in node.meta["val"].shape]
 
     def mean_bytes(self, node: fx.Node) -> int:
-        """Of what a node of a portion gives, on average over the ranks, so that all of them reckon alike. A part of a sum
-        is as large as the sum."""
+        """Of what a node of a portion gives, on average over the ranks, so that all of them reckon alike. A part of
+        a sum is as large as the sum."""
         while WHOLE not in node.meta and len(node.users) == 1:
             (node,) = node.users
         whole = node.meta.get(WHOLE)
