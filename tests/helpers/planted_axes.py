@@ -7,6 +7,7 @@ from planting import CUT, Planted
 SIX = (("depth", "2"), ("width", "32"), ("context", "16"), ("heads", "2"), ("batch", "6"), ("steps", "3"))
 GPT, SKIPS, DIGITS = "examples/gpt", "tests/tasks/skips.py", "examples/digits"
 EVEN = "stretto.testing.conditions:even_stages"
+PIECES = "stretto.testing.conditions:small_pieces"
 
 LAYERS = (
     Planted(
@@ -296,4 +297,35 @@ STAGES = (
     ),
 )
 
-AXES = (*LAYERS, *STAGES)
+AGAIN = (
+    Planted(
+        fault="other_numbers_in_the_second_forward",
+        plan="tp=2,pp=2,recompute=full",
+        step=2,
+        what="gradient",
+        under=PIECES,
+        says="or a layer is computed otherwise in backward than it was in forward (recompute=full)",
+    ),
+    Planted(
+        fault="other_numbers_in_the_second_forward",
+        plan="pp=2,microbatches=2,recompute=selective",
+        step=2,
+        what="gradient",
+        under=PIECES,
+        says="or a layer is computed otherwise in backward than it was in forward (recompute=selective)",
+        matrix=True,
+    ),
+    Planted(
+        fault="stages_change_buffers_twice",
+        task=DIGITS,
+        sets=(("batch", "7"),),
+        plan="pp=2,recompute=selective",
+        step=1,
+        what="weight",
+        name="1.num_batches_tracked",
+        under=f"{EVEN},{PIECES}",
+        says="or a layer that is computed again in backward changes a buffer twice (recompute=selective)",
+    ),
+)
+
+AXES = (*LAYERS, *STAGES, *AGAIN)

@@ -33,6 +33,7 @@ PLANS = (
     *("dp=2,pp=2,microbatches=2", "dp=2,pp=2,zero=2,microbatches=2", "dp=2,pp=2,zero=3", "dp=4,pp=2,zero=3"),
     *("tp=2,pp=2,microbatches=2", "tp=2,pp=2,schedule=zero-bubble,microbatches=3"),
     *("dp=2,tp=2,pp=2,zero=1,schedule=interleaved", "dp=2,tp=2,pp=2,zero=3,microbatches=2"),
+    *("tp=2,pp=2,microbatches=2,recompute=full", "dp=2,tp=2,pp=2,zero=1,microbatches=4,recompute=selective"),
 )
 
 
@@ -70,6 +71,7 @@ SAMPLE = (
     ("u-net, group norm", 1, ("pp=3,schedule=zero-bubble,microbatches=4", "tp=2")),
     ("lstm", 0, ("pp=2,schedule=gpipe,microbatches=2", "tp=2")),
     ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
+    ("gpt, tied", 0, ("dp=2,tp=2,pp=2,zero=1,microbatches=4,recompute=selective",)),
 )
 
 
@@ -92,17 +94,21 @@ def test_a_sample_of_the_axes_has_the_numbers_of_one_device(
 
 
 def test_the_grid_of_axes_is_as_wide_as_it_says() -> None:
-    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 28)
+    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 30)
     accepted = sum(plan not in refusals(kind, PLANS) for kind, _, _ in KINDS for plan in PLANS)
     assert accepted >= AT_LEAST
     assert {plan for _, _, plans in SAMPLE for plan in plans} <= set(PLANS)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_lower_precision_in_stages_rounds_as_one_device_does(launcher: LocalLauncher, precision: str) -> None:
+def test_a_lower_precision_in_stages_rounds_as_one_device_does(
+    launcher: LocalLauncher, precision: str, recompute: str
+) -> None:
     """What a stage gets lies in memory as it did where it was made: of another layout a product rounds otherwise."""
     sets = {"precision": precision, "steps": "2"}
-    (report,) = prove(launcher, "lstm", ("pp=2,schedule=zero-bubble,microbatches=2",), sets).plans
+    plan = f"pp=2,schedule=zero-bubble,microbatches=2,recompute={recompute}"
+    (report,) = prove(launcher, "lstm", (plan,), sets).plans
     assert report.status == "passed" and report.loss_max_rel == 0.0, report
     assert (report.grad_max_rel or 0) <= 1e-6 and (report.weight_max_rel or 0) <= 1e-6, report
 

@@ -34,7 +34,6 @@ def test_a_model_in_stages_has_the_numbers_of_one_device(
         ("gpt", "pp=2,precision=bf16", "embedding.weight is used by several stages"),
         ("digits", "dp=2,pp=2", "which pp can't run over several workers' samples yet"),
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
-        ("lstm", "pp=2,recompute=full", "pp=2 with recompute=full is planned but not built yet"),
         ("lstm", "dp_replicate=2,dp_shard=2,pp=2", "don't go with tp or pp"),
     ],
 )

@@ -105,6 +105,17 @@ class Localizer:
         """Of a value as it lies on this rank."""
         return self.local_shape(node) if self._cut.axes else [int(size) for size in node.meta["val"].shape]
 
+    def mean_bytes(self, node: fx.Node) -> int:
+        """Of what a node of a portion gives, on average over the ranks, so that all of them reckon alike. A part of
+        a sum is as large as the sum."""
+        while WHOLE not in node.meta and len(node.users) == 1:
+            (node,) = node.users
+        whole = node.meta.get(WHOLE)
+        value: Any = None if whole is None else whole.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        found = sum(one.numel() * one.element_size() for one in values if isinstance(one, torch.Tensor))
+        return int(found) if whole is None or self._axis(whole) is None else int(found) // self._cut.degree
+
     def part_of(self, node: fx.Node) -> Part | None:
         """What of a value lies on this rank; None: all of it."""
         return self._cut.part(self._cut.reading.of(node), self._rank) if self._axis(node) is not None else None

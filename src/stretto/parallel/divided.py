@@ -36,6 +36,7 @@ from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import costs_of
 from stretto.parallel.pipeline import Execution
 from stretto.parallel.program import Looker, Program
+from stretto.parallel.stretches import Repeating
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
@@ -54,7 +55,7 @@ class Divided(Placed):
     def __init__(self, template: Template, plan: Plan, ranks: Ranks, manner: Manner) -> None:
         self.reduces_once = manner.reduce_once
         types = narrowed(template, manner.compute)
-        super().__init__(template.build(ranks.world.device, types), ranks, manner)
+        super().__init__(template.build(ranks.world.device, types), ranks, manner, by_modules=False)
         self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
@@ -81,7 +82,8 @@ class Divided(Placed):
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
         self.schedule = self._order if plan.pp > 1 else None
-        self._programs[_key(True, call)] = self._program(stages, cut)
+        self._repeating = _repeating(self._order, manner, self._offloaded.activations)
+        self._programs[_key(True, call)] = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self._open_line()
         self.module.forward = self._forward(self.module.forward)
@@ -237,7 +239,23 @@ class Divided(Placed):
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
         splits = any(action.kind is Kind.WEIGHT for action in self._order.actions[self.ranks.line.rank])
         later = self._deferred if splits else None
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later)
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, self._repeating)
+
+    def _repeated(self, program: Program) -> Program | None:
+        """The program, as it is computed again, and a note in how many pieces; None where that would save nothing."""
+        if self._repeating is None:
+            return program
+        here = {str(stage): portion.num_pieces for stage, portion in program.portions.items()}
+        every = {int(stage): count for found in self.ranks.everyone.gather_json(here) for stage, count in found.items()}
+        how, counts = f"recompute={self._repeating.how}", [every[stage] for stage in sorted(every)]
+        if counts == [1]:
+            said = "the model's traced graph has no place to cut it at that would save memory; its activations are kept"
+            self.notes, self._repeating = (*self.notes, f"{how} is inactive: {said}"), None
+            return None
+        what = f"stages are computed again in {', '.join(map(str, counts))} pieces"
+        what = what if len(counts) > 1 else f"the model's traced graph is computed again in {counts[0]} pieces"
+        self.notes = (*self.notes, f"{how}: {what}")
+        return program
 
     # ---- the contract
 
@@ -282,6 +300,20 @@ class _Once:
     def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
         """Nothing is noted."""
         return nullcontext()
+
+
+def _repeating(schedule: Schedule, manner: Manner, moved: bool) -> Repeating | None:
+    """How a rank's stages are computed again; ``ahead`` is the most that the schedule asks of any stage."""
+    if manner.recompute == "none":
+        return None
+    ahead = dict.fromkeys(range(len(schedule.flow.ranks)), 0)
+    for actions in schedule.actions:
+        under_way = dict.fromkeys(ahead, 0)
+        for action in actions:
+            if action.kind is not Kind.WEIGHT:
+                under_way[action.stage] += 1 if action.kind is Kind.FORWARD else -1
+                ahead[action.stage] = max(ahead[action.stage], under_way[action.stage])
+    return Repeating(manner.recompute, ahead, manner.surround, moved)
 
 
 def _forward_only(flow: Flow) -> Schedule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,13 +22,16 @@ from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
 class Placed:
     """What every layout does with its places; see :class:`Applied`.
 
+    Args:
+        by_modules: layers are computed again where they stand in the module; otherwise the layout sees to it.
+
     ``_stale``: the parameters have changed since forward last used them.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks, manner: Manner) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, manner: Manner, by_modules: bool = True) -> None:
         self.module, self.ranks = module, ranks
         self._norm = GlobalBatchNorm(module, ranks.world)
-        self._recomputed = Recomputed(module, manner, self._norm)
+        self._recomputed = Recomputed(module, manner if by_modules else replace(manner, recompute="none"), self._norm)
         self._offloaded = Offloaded(module, manner, ranks.world.device)
         self.notes = (*self._recomputed.notes, *self._offloaded.notes)
         self._places: dict[str, Place] = {}

@@ -31,7 +31,11 @@ from stretto.testing.faults.precision import (
     scale_halved_alone,
     sums_in_low_precision,
 )
-from stretto.testing.faults.recompute import other_numbers_in_the_second_forward, statistics_moved_twice
+from stretto.testing.faults.recompute import (
+    other_numbers_in_the_second_forward,
+    stages_change_buffers_twice,
+    statistics_moved_twice,
+)
 from stretto.testing.faults.stages import (
     backward_run_twice,
     buffers_of_another_stage,
@@ -127,6 +131,7 @@ __all__ = [
     "shares_not_gathered",
     "shares_of_another_owner",
     "skipping_value_detached",
+    "stages_change_buffers_twice",
     "stale_shard",
     "statistics_moved_twice",
     "sums_in_low_precision",
