@@ -12,9 +12,10 @@ from torch import fx, nn
 
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
-from stretto.graph.localize import DROP, ENTER, LEAVE, WHOLE, Localizer, Portion
+from stretto.graph.localize import DROP, ENTER, LEAVE, NORM, WHOLE, Localizer, Portion
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
+from stretto.parallel.batchnorm import GlobalBatchNorm, NormOfAll
 from stretto.parallel.deferred import Deferred, defer
 from stretto.parallel.messages import Drop, Enter, Leave
 
@@ -149,15 +150,19 @@ class Program:
         here: Sequence[int],
         module: nn.Module,
         deferred: Deferred | None = None,
+        norm: GlobalBatchNorm | None = None,
     ) -> Program:
         """For the stages ``here``, with the parameters that ``module`` holds.
 
         Args:
             tensor: those who cut the model inside.
             deferred: where weight gradients can be put off.
+            norm: takes the statistics of all workers' samples, for a model that normalises over the batch.
         """
         localizer = Localizer(stages, cut, tensor.rank)
-        modules = {ENTER: Enter(tensor), LEAVE: Leave(tensor), DROP: Drop()}
+        modules: dict[str, nn.Module] = {ENTER: Enter(tensor), LEAVE: Leave(tensor), DROP: Drop()}
+        if norm is not None:
+            modules[NORM] = NormOfAll(norm)
         portions = {}
         for stage in here:
             portion = localizer.build(stage, modules)
