@@ -29,7 +29,6 @@ def test_a_model_cut_inside_has_the_numbers_of_one_device(launcher: LocalLaunche
 @pytest.mark.parametrize(
     ("name", "sets", "says"),
     [
-        ("digits", {}, "is a BatchNorm, which tp can't cut yet"),
         (
             "lstm",
             {},

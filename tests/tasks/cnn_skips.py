@@ -1,6 +1,6 @@
 """A small U-Net: residual blocks with BatchNorm, skips from early to late layers; each pixel of an image gets a class.
 
-``norm="group"`` has GroupNorm instead, which microbatches take.
+``norm="group"`` has GroupNorm instead, which microbatches take, of ``groups`` groups.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Squares(Dataset[Pair]):
         return image + 2 * inside, inside
 
 
-def normed(width: int, norm: str) -> nn.Module:
-    return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(2, width)
+def normed(width: int, norm: str, groups: int) -> nn.Module:
+    return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(groups, width)
 
 
 class Residual(nn.Module):
     """[batch, before, h, w] to [batch, after, h, w], with the input added, changed in place at the end."""
 
-    def __init__(self, before: int, after: int, norm: str) -> None:
+    def __init__(self, before: int, after: int, norm: str, groups: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, padding=1, bias=False)
-        self.first_norm = normed(after, norm)
+        self.first_norm = normed(after, norm, groups)
         self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.second_norm = normed(after, norm)
+        self.second_norm = normed(after, norm, groups)
         self.beside = nn.Conv2d(before, after, 1) if before != after else nn.Identity()
         self.act = nn.ReLU(inplace=True)
 
@@ -64,11 +64,11 @@ class Residual(nn.Module):
 class UNet(nn.Module):
     """[batch, 1, side, side] to logits [batch, 2, side, side]."""
 
-    def __init__(self, width: int, norm: str) -> None:
+    def __init__(self, width: int, norm: str, groups: int) -> None:
         super().__init__()
-        self.down = nn.ModuleList([Residual(1, width, norm), Residual(width, 2 * width, norm)])
-        self.bottom = Residual(2 * width, 2 * width, norm)
-        self.up = nn.ModuleList([Residual(4 * width, width, norm), Residual(2 * width, width, norm)])
+        self.down = nn.ModuleList([Residual(1, width, norm, groups), Residual(width, 2 * width, norm, groups)])
+        self.bottom = Residual(2 * width, 2 * width, norm, groups)
+        self.up = nn.ModuleList([Residual(4 * width, width, norm, groups), Residual(2 * width, width, norm, groups)])
         self.head = nn.Conv2d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def data(size: int = 45, side: int = 8) -> dict[str, Dataset[Any]]:
     return {"train": Squares(size, side, 0), "val": Squares(13, side, 10_000)}
 
 
-def model(width: int = 4, norm: str = "batch") -> nn.Module:
-    return UNet(width, norm)
+def model(width: int = 4, norm: str = "batch", groups: int = 4) -> nn.Module:
+    return UNet(width, norm, groups)
 
 
 def loss(output: Tensor, batch: Pair) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degr
     held = {node: name for node in reading.dims if (name := names.get(node.name)) and node.op == "placeholder"}
     for node, name in held.items():
         dims, part = reading.dims[node], parts.get(name)
-        if part is None or part.axis_size == 0:
+        if part is None or part.axis_size == 0 or not node.users:  # what this graph leaves alone stays as it lies
             continue
         before, within, after = reading.axes.dims((len(part.boxes), part.axis_size, part.inner))
         reading.axes.same(dims[part.dim], before + within + after)
@@ -121,7 +121,9 @@ def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degr
     cut = Cut(reading, frozenset(chosen), degree)
     for node, name in held.items():
         if cut.axis_of(reading.dims[node]) is not None and not (name in parts and parts[name].cut):
-            raise Refused(f"plan: tp keeps {name} whole, but with a batch of another shape, or in evaluation, it is cut")
+            raise Refused(
+                f"plan: tp keeps {name} whole, but with a batch of another shape, or in evaluation, it is cut"
+            )
     return cut
 
 
@@ -139,5 +141,11 @@ def _say(cut: Cut, dims: Sequence[Dim]) -> str:
     if at is not None:
         place, axis = at
         return f"dimension {place} cut along an axis of {axis.size}"
-    why = dict.fromkeys(axis.blocked or f"{axis.size} are fewer than {cut.degree}" for d in dims for axis in leaves(d))
+    why = dict.fromkeys(_why_whole(axis, cut.degree) for dim in dims for axis in leaves(dim))
     return "whole: " + "; ".join(why)
+
+
+def _why_whole(axis: Axis, degree: int) -> str:
+    if not axis.blocked and axis.size >= degree:
+        return f"another axis that its {axis.size} meet is cut"
+    return axis.blocked or f"{axis.size} are fewer than {degree}"

@@ -14,7 +14,9 @@ from typing import Final
 import torch
 from torch import fx
 
-_WRITES_UNSAID: Final = MappingProxyType({"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)})  # running statistics, where it trains
+_WRITES_UNSAID: Final = MappingProxyType(
+    {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
+)  # running statistics, where it trains
 
 
 def written_in(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

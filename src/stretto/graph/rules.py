@@ -247,9 +247,11 @@ def _nothing(found: Reading, node: fx.Node) -> Dims:
 
 
 _SAME: Final[Sequence[str]] = ("dropout", "to", "alias", "clone", "contiguous", "detach", "_to_copy", "dropout_")
+_UNTAGGED: Final[Sequence[str]] = ("relu6_", "hardswish", "hardswish_", "mish_", "log_sigmoid")  # torch tags all others
 _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyType(
     {
         **dict.fromkeys(_SAME, _as_it_is),
+        **dict.fromkeys(_UNTAGGED, _pointwise),
         **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"), _view),
         **dict.fromkeys(("select", "slice", "narrow"), _along),
         **dict.fromkeys(("split", "chunk", "unbind", "split_with_sizes"), _parts),
