@@ -70,7 +70,7 @@ def draws_in(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     name, arguments = schema_name(node), [*node.args, *node.kwargs.values()]
-    if name in ("aten::dropout", "aten::dropout_", "aten::feature_dropout", "aten::alpha_dropout"):
+    if name.removesuffix("_") in ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"):
         return bool(arguments[1]) and bool(arguments[2])
     if name == "aten::scaled_dot_product_attention":
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))

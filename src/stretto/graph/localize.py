@@ -207,15 +207,13 @@ def _dropout(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     source, rate, training = node.args
     if not rate or not training:
         return at.call(node, at.inside(source, axis), rate, training)  # type: ignore[arg-type]
-    return at.module(DROP, at.inside(source, axis), rate, *at.part(node))  # type: ignore[arg-type]
-
-
-def _feature_dropout(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
-    source, rate, training = node.args
-    if not rate or not training:
-        return at.call(node, at.inside(source, axis), rate, training)  # type: ignore[arg-type]
     shape, dim, pieces = at.part(node)
-    return at.module(DROP, at.inside(source, axis), rate, [*shape[:2], *(1 for _ in shape[2:])], dim, pieces)  # type: ignore[arg-type]
+    if _name(node).startswith("feature"):  # it drops whole channels
+        shape = [*shape[:2], *(1 for _ in shape[2:])]
+    dropped = at.module(DROP, at.inside(source, axis), rate, shape, dim, pieces)  # type: ignore[arg-type]
+    if not _name(node).endswith("_"):
+        return dropped
+    return at._new.call_function(torch.ops.aten.copy_.default, (at.inside(source, axis), dropped))  # type: ignore[arg-type]
 
 
 def _convolution(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
@@ -251,10 +249,9 @@ _REWRITES: Final[Mapping[str, _Rewrite]] = MappingProxyType(
         **dict.fromkeys(("split", "split_with_sizes"), _split),
         "chunk": _chunk,
         "expand": _expanded,
-        "dropout": _dropout,
+        **dict.fromkeys(("dropout", "dropout_", "feature_dropout", "feature_dropout_"), _dropout),
         "getitem": _picked,
         **dict.fromkeys((f"conv{kind}{count}d" for kind in ("", "_transpose") for count in (1, 2, 3)), _convolution),
         "group_norm": _group_norm,
-        "feature_dropout": _feature_dropout,
     }
 )

@@ -145,6 +145,6 @@ SPATIAL: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxy
         **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
         "group_norm": _group_norm,
         "prelu": _prelu,
-        "feature_dropout": _feature_dropout,
+        **dict.fromkeys(("feature_dropout", "feature_dropout_"), _feature_dropout),
     }
 )
