@@ -231,9 +231,10 @@ def _convolution(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
 
 def _group_norm(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     """With as many groups as this rank has; each is whole."""
-    source, count, *rest = node.args
+    source, *rest = node.args
+    count: Any = rest.pop(0)
     channels = at._cut.reading.of(source)[1]
-    groups = at._cut.local(channels, at._rank) * int(count) // size(channels)  # type: ignore[call-overload]
+    groups = at._cut.local(channels, at._rank) * int(count) // size(channels)
     return at.call(node, at.given(source, axis), groups, *(at.given(value, axis) for value in rest))
 
 
