@@ -96,15 +96,32 @@ class Mobile(nn.Module):
         return out
 
 
+class First(nn.Module):
+    """The first of what one module gives, through another."""
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = one, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)[0])  # type: ignore[no-any-return]
+
+
 def up() -> nn.Module:
     """What a decoder has."""
     return nn.Sequential(
         nn.Conv2d(3, 10, 3, padding=1, padding_mode="circular"),
         *(nn.GroupNorm(5, 10), nn.PReLU(10), nn.Conv2d(10, 4, 1), nn.GroupNorm(1, 4), nn.ConvTranspose2d(4, 6, 2, 2)),
         *(nn.InstanceNorm2d(6, affine=True, track_running_stats=True), nn.Upsample(scale_factor=2, mode="bilinear")),
-        *(nn.ReflectionPad2d(1), nn.Conv2d(6, 20, 3), nn.PixelShuffle(2), nn.PReLU(), nn.MaxPool2d(2)),
-        *(nn.PixelUnshuffle(2), nn.Conv2d(20, 2, 1)),
+        *(nn.ReflectionPad2d(1), nn.Conv2d(6, 2, 3), nn.PReLU()),
     )
+
+
+def pixels() -> nn.Module:
+    """Channels become space, and space channels."""
+    between = nn.PixelShuffle(2), nn.BatchNorm2d(5), nn.MaxPool2d(2, return_indices=True)
+    first, last = nn.Sequential(nn.Conv2d(3, 20, 1), *between), nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(20, 2, 1))
+    return First(first, last)
 
 
 def head() -> nn.Module:
@@ -128,6 +145,7 @@ def line() -> nn.Module:
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[int]]] = {
     "mobile": (Mobile, (3, 3, 6, 6), {7}),
     "up": (up, (3, 3, 6, 6), {5, 6}),
+    "pixels": (pixels, (3, 3, 4, 4), {5}),
     "head": (head, (3, 3, 8, 8), {6}),
     "line": (line, (3, 3, 36), {4}),
 }
@@ -177,6 +195,38 @@ def test_parts_of_a_convolutional_network_make_the_whole(name: str, degree: int)
         [follow_cut(read(evaluated), evaluated, parts(traced, cut, r), degree) for r in range(degree)],
         x,
     )
+
+
+def drawn(then: nn.Module, channels: int = 1) -> nn.Module:
+    """Space that a linear layer has made, so that nothing else needs it whole."""
+    return nn.Sequential(
+        nn.Linear(3, 16 * channels), nn.Unflatten(1, (channels, 4, 4)), then, nn.Flatten(), nn.LazyLinear(2)
+    )
+
+
+WHOLE = {
+    "one group": (nn.GroupNorm(1, 6), "a group norm runs over it"),
+    "pool": (nn.AvgPool2d(2), "avg_pool2d runs over it"),
+    "upsampling": (nn.Upsample(scale_factor=2), "upsample_nearest2d runs over it"),
+    "padding": (nn.ZeroPad2d(1), "padding is laid beside it"),
+    "convolution": (nn.Conv2d(1, 2, 3), "a convolution runs over it"),
+    "transposed": (nn.ConvTranspose2d(1, 2, 2), "a convolution runs over it"),
+    "batch norm": (nn.BatchNorm2d(1), "batch_norm runs over it"),
+    "instance norm": (nn.InstanceNorm2d(1), "instance_norm runs over it"),
+    "pixels": (nn.PixelUnshuffle(2), "pixels are shuffled over it"),
+    "channels dropped": (nn.Dropout2d(0.5), "channels are dropped as a whole"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_space_and_what_a_group_norm_looks_at_together_are_needed_whole(name: str) -> None:
+    then, says = WHOLE[name]
+    model, x = drawn(then, 6 if name == "one group" else 1), torch.randn(4, 3)
+    model(x)
+    traced = trace(model, (x,), {})
+    cut = plan_cut(read(traced), traced, 2)
+    said = report(cut, traced)["0.weight"]
+    assert said.startswith("whole") and says in said
 
 
 class Changing(nn.Module):
