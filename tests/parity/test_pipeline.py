@@ -32,6 +32,7 @@ def test_a_model_in_stages_has_the_numbers_of_one_device(
     ("name", "plan", "says"),
     [
         ("gpt", "pp=2,precision=bf16", "embedding.weight is used by several stages"),
+        ("digits", "pp=2,precision=bf16", "is a BatchNorm, which tp and pp run in fp32 and fp64 alone"),
         ("digits", "dp=2,pp=2,microbatches=2", "is a BatchNorm, whose statistics are of the whole batch"),
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
         ("lstm", "pp=2,recompute=full", "pp=2 with recompute=full is planned but not built yet"),

@@ -29,6 +29,7 @@ from stretto.graph.stages import Stages, stages_at, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
+from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
@@ -61,6 +62,11 @@ class Divided(Placed):
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
         self._looker: Looker | None = None
+        if types and (norms := batch_norms(self._whole)):
+            raise Refused(
+                f"plan {plan}: {norms[0]} is a BatchNorm, which tp and pp run in fp32 and fp64 alone: torch's own, "
+                "which is traced, takes no weights of a lower type than its statistics. Use fp32, or dp, or GroupNorm"
+            )
         assert manner.example is not None
         call = manner.example.call
         with manner.surround():
