@@ -12,7 +12,8 @@ from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
 from stretto.graph.balance import balanced
 from stretto.graph.cut import Cut, plan_cut, report
-from stretto.graph.rules import Reading, read
+from stretto.graph.reading import Reading
+from stretto.graph.rules import read
 from stretto.graph.stages import Stages, Work, stages_at, work_of
 from stretto.graph.trace import Traced, trace
 from stretto.parallel import Template

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from stretto.comm.members import Broken, Members
 from stretto.graph.cut import Cut
-from stretto.graph.rules import Reading
+from stretto.graph.reading import Reading
 from stretto.graph.stages import stages_at, work_of
 from stretto.graph.trace import trace
 from stretto.parallel.deferred import Deferred

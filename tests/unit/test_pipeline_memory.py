@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stretto.comm.line import Line
 from stretto.comm.members import Broken
 from stretto.graph.cut import Cut
-from stretto.graph.rules import Reading
+from stretto.graph.reading import Reading
 from stretto.graph.stages import stages_at, work_of
 from stretto.graph.trace import trace
 from stretto.parallel import Call, Roots

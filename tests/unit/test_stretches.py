@@ -19,6 +19,7 @@ from stretto.graph.pieces import PIECE_BYTES, piece_starts
 from stretto.graph.rules import Reading, read
 from stretto.graph.stages import stages_at, work_of
 from stretto.graph.trace import trace
+from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.deferred import Deferred, work_off
 from stretto.parallel.program import Portioned, Program
 from stretto.parallel.stretches import Repeating
@@ -56,7 +57,8 @@ def program_of(
     if tensor.size > 1:
         model = cut_down(model, cut, traced.parameters)
     repeating = None if how == "none" else Repeating(how, {0: ahead}, nullcontext)
-    return Program.build(stages, cut, tensor, [0], model, later, repeating)
+    norm = GlobalBatchNorm(model, tensor if tensor.size == 1 else tensor.alone())
+    return Program.build(stages, cut, tensor, [0], model, later, repeating, norm)
 
 
 def cut_down(model: nn.Module, cut: Cut, names: Mapping[str, str]) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -51,6 +51,30 @@ class Told(Protocol):
 
     def replaying(self, noted: list[Any], /) -> AbstractContextManager[None]:
         """Forward inside is told that, and sends nothing."""
+
+
+class Several:
+    """What forward hears by several ways."""
+
+    def __init__(self, told: Sequence[Told]) -> None:
+        self._told = told
+
+    @contextmanager
+    def noting(self, into: list[Any]) -> Iterator[None]:
+        """See :class:`Told`; of each way a list."""
+        into += [[] for _ in self._told]
+        with ExitStack() as stack:
+            for told, own in zip(self._told, into, strict=True):
+                stack.enter_context(told.noting(own))
+            yield
+
+    @contextmanager
+    def replaying(self, noted: list[Any]) -> Iterator[None]:
+        """See :class:`Told`."""
+        with ExitStack() as stack:
+            for told, own in zip(self._told, noted, strict=True):
+                stack.enter_context(told.replaying(own))
+            yield
 
 
 class Piece:

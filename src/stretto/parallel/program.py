@@ -12,9 +12,11 @@ from torch import fx, nn
 
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
-from stretto.graph.localize import DROP, ENTER, LEAVE, WHOLE, Localizer, Portion
+from stretto.graph.localize import DROP, ENTER, LEAVE, NORM, WHOLE, Localizer, Portion
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
+from stretto.parallel.again import Several, Told
+from stretto.parallel.batchnorm import GlobalBatchNorm, NormOfAll
 from stretto.parallel.deferred import Deferred, defer
 from stretto.parallel.messages import Drop, Enter, Heard, Leave
 from stretto.parallel.stretches import Repeating, RunGraph, Stretches, plainly
@@ -166,6 +168,7 @@ class Program:
         module: nn.Module,
         deferred: Deferred | None = None,
         repeating: Repeating | None = None,
+        norm: GlobalBatchNorm | None = None,
     ) -> Program:
         """For the stages ``here``, with the parameters that ``module`` holds.
 
@@ -173,11 +176,15 @@ class Program:
             tensor: those who cut the model inside.
             deferred: where weight gradients can be put off.
             repeating: how backward computes the stages again; None: it has what forward computed.
+            norm: takes the statistics of all workers' samples, for a model that normalises over the batch.
         """
         localizer = Localizer(stages, cut, tensor.rank)
         heard = Heard()
         keeps = heard if repeating is not None and repeating.how == "selective" else None
-        modules = {ENTER: Enter(tensor), LEAVE: Leave(tensor, keeps), DROP: Drop()}
+        modules: dict[str, nn.Module] = {ENTER: Enter(tensor), LEAVE: Leave(tensor, keeps), DROP: Drop()}
+        told: Told = heard
+        if norm is not None:
+            modules[NORM], told = NormOfAll(norm), Several((norm, heard))
         portions = {}
         for stage in here:
             portion = localizer.build(stage, modules)
@@ -185,7 +192,7 @@ class Program:
                 defer(portion.graph, set(stages.traced.parameters), deferred)
             stretches = None
             if repeating is not None:
-                stretches = Stretches(portion, stage, localizer, stages.traced, repeating, heard)
+                stretches = Stretches(portion, stage, localizer, stages.traced, repeating, told)
             portions[stage] = Portioned(portion, stages, module, stretches)
         shapes = {}
         for sources in stages.incoming:

@@ -23,8 +23,7 @@ from stretto.graph.localize import ENTER, WHOLE, Localizer, Portion
 from stretto.graph.pieces import piece_starts, weighed
 from stretto.graph.stages import Work, _together
 from stretto.graph.trace import Traced
-from stretto.parallel.again import Piece
-from stretto.parallel.messages import Heard
+from stretto.parallel.again import Piece, Told
 
 RunGraph = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
 """Runs a graph on values for its placeholders; where somebody looks on, shows what it computes."""
@@ -52,7 +51,7 @@ class Stretches:
 
     Args:
         fixed: the placeholders of what is there anyway (parameters, buffers, constants); the others are values.
-        heard: what the portion's messages brought, where it isn't to be asked for again.
+        told: what the portion hears from other ranks and isn't to ask for again.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Stretches:
         localizer: Localizer,
         traced: Traced,
         repeating: Repeating,
-        heard: Heard,
+        told: Told,
     ) -> None:
         graph = portion.graph
         if repeating.how == "selective":
@@ -83,7 +82,7 @@ class Stretches:
             stretch = _Stretch(graph, nodes[first:last], held, frozenset(written), shown)
             name = f"piece {len(self.pieces) + 1} of stage {stage}"
             stretch.piece = Piece(
-                name, [], stretch.run, how=repeating.how, surround=repeating.surround, told=heard, moved=repeating.moved
+                name, [], stretch.run, how=repeating.how, surround=repeating.surround, told=told, moved=repeating.moved
             )
             self.pieces.append(stretch)
 

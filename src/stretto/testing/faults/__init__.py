@@ -11,6 +11,7 @@ from stretto.testing.faults.layers import (
     gradient_of_one_part,
     norm_counts_whole_parameters_on_each_rank,
     partial_sums_not_added,
+    running_statistics_of_other_channels,
     samples_counted_on_each_rank,
 )
 from stretto.testing.faults.measures import (
@@ -126,6 +127,7 @@ __all__ = [
     "reduction_of_one_stage_dropped",
     "repeated_samples",
     "replicas_not_added",
+    "running_statistics_of_other_channels",
     "samples_counted_on_each_rank",
     "scale_halved_alone",
     "shares_not_gathered",
