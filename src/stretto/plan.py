@@ -69,10 +69,6 @@ class Plan:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
         self._check_stages()
-        if self.recompute != "none" and self.traced:
-            axis = next(f"{key}={getattr(self, key)}" for key in ("tp", "pp", "branch") if getattr(self, key) > 1)
-            said = f"plan: {axis} with recompute={self.recompute} is planned but not built yet"
-            raise Refused(f"{said}; leave one of them out")
         if self.recompute not in RECOMPUTE:
             near = nearest(str(self.recompute), RECOMPUTE)
             raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")

@@ -7,6 +7,7 @@ from planting import CUT, Planted
 SIX = (("depth", "2"), ("width", "32"), ("context", "16"), ("heads", "2"), ("batch", "6"), ("steps", "3"))
 GPT, SKIPS, DIGITS = "examples/gpt", "tests/tasks/skips.py", "examples/digits"
 EVEN = "stretto.testing.conditions:even_stages"
+PIECES = "stretto.testing.conditions:small_pieces"
 
 LAYERS = (
     Planted(
@@ -48,6 +49,15 @@ LAYERS = (
         what="loss",
         name="blocks.0.query_key_value.weight",
         says="forward computes with other values of blocks.0.query_key_value.weight",
+    ),
+    Planted(
+        fault="running_statistics_of_other_channels",
+        task="tests/tasks/cnn_skips.py",
+        plan="tp=2",
+        step=1,
+        what="weight",
+        name="bottom.first_norm.running_mean",
+        says="forward updates this buffer from a rank's share of the batch alone, or another stage's was taken",
     ),
     Planted(
         fault="norm_counts_whole_parameters_on_each_rank",
@@ -263,6 +273,27 @@ STAGES = (
         matrix=True,
     ),
     Planted(
+        fault="local_batch_statistics",
+        task=DIGITS,
+        sets=(("batch", "7"),),
+        plan="dp=2,pp=2",
+        step=1,
+        what="loss",
+        name="1",
+        says="the BatchNorm '1' took the statistics of each rank's share, not of the whole batch: they are not summed",
+    ),
+    Planted(
+        fault="ghost_in_batch_statistics",
+        task=DIGITS,
+        sets=(("batch", "2"),),
+        plan="dp=3,pp=2",
+        step=1,
+        what="loss",
+        name="1",
+        says="which rank 2 runs with weight 0",
+        matrix=True,
+    ),
+    Planted(
         fault="buffers_of_another_stage",
         task=DIGITS,
         sets=(("batch", "7"),),
@@ -310,4 +341,35 @@ TOWERS = (
     ),
 )
 
-AXES = (*LAYERS, *STAGES, *TOWERS)
+AGAIN = (
+    Planted(
+        fault="other_numbers_in_the_second_forward",
+        plan="tp=2,pp=2,recompute=full",
+        step=2,
+        what="gradient",
+        under=PIECES,
+        says="or a layer is computed otherwise in backward than it was in forward (recompute=full)",
+    ),
+    Planted(
+        fault="other_numbers_in_the_second_forward",
+        plan="pp=2,microbatches=2,recompute=selective",
+        step=2,
+        what="gradient",
+        under=PIECES,
+        says="or a layer is computed otherwise in backward than it was in forward (recompute=selective)",
+        matrix=True,
+    ),
+    Planted(
+        fault="stages_change_buffers_twice",
+        task=DIGITS,
+        sets=(("batch", "7"),),
+        plan="pp=2,recompute=selective",
+        step=1,
+        what="weight",
+        name="1.num_batches_tracked",
+        under=f"{EVEN},{PIECES}",
+        says="or a layer that is computed again in backward changes a buffer twice (recompute=selective)",
+    ),
+)
+
+AXES = (*LAYERS, *STAGES, *AGAIN, *TOWERS)

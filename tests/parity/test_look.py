@@ -32,6 +32,7 @@ def run(launcher: LocalLauncher, folder: Path, job: dict[str, Any], entry: str, 
     [
         ("gpt", "tp=2,microbatches=2", "fp64"),
         ("mlp_dropout", "pp=3,microbatches=2", "fp64"),
+        ("mlp_dropout", "pp=2,microbatches=2,recompute=full", "fp64"),
         *(pytest.param(name, "pp=2", "fp64", marks=MATRIX) for name in ("digits", "ranking", "lstm", "multi")),
         *(pytest.param(name, "tp=2", "fp64", marks=MATRIX) for name in ("mlp_dropout", "ranking", "llama", "bert")),
         pytest.param("gpt", "pp=2,schedule=interleaved,microbatches=2", "fp64", marks=MATRIX),

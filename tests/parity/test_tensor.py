@@ -27,9 +27,17 @@ def test_a_model_cut_inside_has_the_numbers_of_one_device(launcher: LocalLaunche
 
 
 @pytest.mark.parametrize(
+    ("name", "sets"), [("mlp_dropout", {"in_place": "true"}), ("cnn_skips", {"norm": "group", "drop": "0.3"})]
+)
+def test_dropout_in_place_and_of_channels_draws_for_the_whole(
+    launcher: LocalLauncher, figures: Figures, name: str, sets: dict[str, str]
+) -> None:
+    check(prove(launcher, name, ("tp=3",), sets), f"{name} {sets}", figures)
+
+
+@pytest.mark.parametrize(
     ("name", "sets", "says"),
     [
-        ("digits", {}, "is a BatchNorm, which tp can't cut yet"),
         (
             "lstm",
             {},

@@ -12,7 +12,7 @@ from torch import fx, nn
 from stretches import cut_at
 from stretto.comm.members import Broken, Members
 from stretto.graph.cut import Cut
-from stretto.graph.rules import Reading
+from stretto.graph.reading import Reading
 from stretto.graph.stages import work_of
 from stretto.graph.trace import trace
 from stretto.parallel.deferred import Deferred

@@ -16,7 +16,7 @@ from stretches import cut_at
 from stretto.comm.line import Line
 from stretto.comm.members import Broken
 from stretto.graph.cut import Cut
-from stretto.graph.rules import Reading
+from stretto.graph.reading import Reading
 from stretto.graph.stages import work_of
 from stretto.graph.trace import trace
 from stretto.parallel import Call, Roots

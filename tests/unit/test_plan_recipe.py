@@ -133,5 +133,4 @@ def test_tensor_parallel_ranks_are_innermost_and_multiply() -> None:
     assert plan.mesh.lines("dp_replicate", "dp_shard") == ((0, 3), (1, 4), (2, 5))
     assert Plan.parse("tp=2", workers=6) == Plan(dp=3, tp=2)
     assert plan.on(3) == Plan(dp=1, tp=3, microbatches=2) and plan.on(4) == Plan(dp=4, microbatches=2)
-    with pytest.raises(Refused, match=r"tp=2 with recompute=full .*not built yet"):
-        Plan.parse("dp=2,tp=2,recompute=full")
+    assert str(Plan.parse("dp=2,tp=2,pp=2,recompute=full")) == "dp=2,tp=2,pp=2,recompute=full"

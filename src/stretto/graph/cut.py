@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from stretto.errors import Refused
 from stretto.graph.axes import Axis, Dim, Dims, leaves
-from stretto.graph.rules import Reading, _each
+from stretto.graph.reading import Reading, _each
 from stretto.graph.trace import Traced
 from stretto.graph.wishes import Wish
 from stretto.state import Box, Part
@@ -146,16 +146,18 @@ def _beside(reading: Reading, able: Sequence[Axis]) -> tuple[dict[Axis, set[Axis
 
 
 def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degree: int) -> Cut:
-    """The cut of another graph of the same model by which a rank holds ``parts``.
+    """The cut of another graph of the same model by which a rank holds ``parts`` of parameters and buffers; of those
+    without one it holds all.
 
     Raises:
         Refused: in this graph something needs all of what is cut.
     """
     chosen: set[Axis] = set()
-    for node, dims in reading.dims.items():
-        name = traced.parameters.get(node.name) if node.op == "placeholder" else None
-        part = parts.get(name) if name is not None else None
-        if part is None or part.axis_size == 0:
+    names = {**traced.parameters, **traced.buffers}
+    held = {node: name for node in reading.dims if (name := names.get(node.name)) and node.op == "placeholder"}
+    for node, name in held.items():
+        dims, part = reading.dims[node], parts.get(name)
+        if part is None or part.axis_size == 0 or not node.users:  # what this graph leaves alone stays as it lies
             continue
         before, within, after = reading.axes.dims((len(part.boxes), part.axis_size, part.inner))
         reading.axes.same(dims[part.dim], before + within + after)
@@ -164,7 +166,13 @@ def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degr
             why = axes[0].blocked or "its axis falls apart"
             raise Refused(f"plan: tp cuts {name}, but with a batch of another shape, or in evaluation, {why}")
         chosen.add(axes[0])
-    return Cut(reading, frozenset(chosen), degree)
+    cut = Cut(reading, frozenset(chosen), degree)
+    for node, name in held.items():
+        if cut.axis_of(reading.dims[node]) is not None and not (name in parts and parts[name].cut):
+            raise Refused(
+                f"plan: tp keeps {name} whole, but with a batch of another shape, or in evaluation, it is cut"
+            )
+    return cut
 
 
 def report(cut: Cut, traced: Traced) -> Mapping[str, str]:
@@ -181,5 +189,11 @@ def _say(cut: Cut, dims: Sequence[Dim]) -> str:
     if at is not None:
         place, axis = at
         return f"dimension {place} cut along an axis of {axis.size}"
-    why = dict.fromkeys(axis.blocked or f"{axis.size} are fewer than {cut.degree}" for d in dims for axis in leaves(d))
+    why = dict.fromkeys(_why_whole(axis, cut.degree) for dim in dims for axis in leaves(dim))
     return "whole: " + "; ".join(why)
+
+
+def _why_whole(axis: Axis, degree: int) -> str:
+    if not axis.blocked and axis.size >= degree:
+        return f"another axis that its {axis.size} meet is cut"
+    return axis.blocked or f"{axis.size} are fewer than {degree}"

@@ -49,7 +49,7 @@ def named_towers(work: Work, towers: Sequence[Sequence[str]], degree: int) -> As
     """
     if len(towers) != degree:
         raise Refused(f"plan: layout() names {len(towers)} towers, and the plan has branch={degree}")
-    named = {node: _tower(work, node, towers) for node in work.nodes}
+    named = {node: _tower(node, towers) for node in work.nodes}
     for at, names in enumerate(towers):
         if at not in named.values():
             raise Refused(f"plan: layout() has {list(names)} as a tower, and no operation is theirs")
@@ -88,11 +88,9 @@ def _between(work: Work, named: dict[fx.Node, int | None]) -> dict[fx.Node, int 
     comes: dict[fx.Node, set[int]] = {}
     goes: dict[fx.Node, set[int]] = {}
     for node in work.nodes:
-        own = named[node]
-        comes[node] = set().union(*(comes.get(s, set()) for s in node.all_input_nodes), {own} - {None})
+        comes[node] = _set(named[node]).union(*(comes.get(source, ()) for source in node.all_input_nodes))
     for node in reversed(work.nodes):
-        own = named[node]
-        goes[node] = set().union(*(goes.get(user, set()) for user in node.users), {own} - {None})
+        goes[node] = _set(named[node]).union(*(goes.get(user, ()) for user in node.users))
     found = {}
     for node, own in named.items():
         both = comes[node] | goes[node]
@@ -101,7 +99,11 @@ def _between(work: Work, named: dict[fx.Node, int | None]) -> dict[fx.Node, int 
     return found
 
 
-def _tower(work: Work, node: fx.Node, towers: Sequence[Sequence[str]]) -> int | None:
+def _set(own: int | None) -> set[int]:
+    return set() if own is None else {own}
+
+
+def _tower(node: fx.Node, towers: Sequence[Sequence[str]]) -> int | None:
     path = module_of(node)
     return next((at for at, names in enumerate(towers) if any(_inside(path, name) for name in names)), None)
 

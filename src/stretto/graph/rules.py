@@ -3,57 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from stretto.graph.axes import Axes, Dim, Dims, leaves, size
+from stretto.graph.axes import Dims, leaves, size
+from stretto.graph.reading import Found, Reading, _argument, _each, _name, _shape, _shapes, _tensors, _unknown
+from stretto.graph.spatial import RUNNING, SPATIAL, normalizes
 from stretto.graph.trace import Traced
-
-Found = Dims | tuple[Dims, ...]
-
-
-@dataclass
-class Reading:
-    """The axes of every tensor in a graph.
-
-    Args:
-        dims: node -> its dimensions; of a node that gives several tensors, those of each.
-        contracted: nodes that add up over axes, and over which.
-    """
-
-    axes: Axes = field(default_factory=Axes)
-    dims: dict[fx.Node, Any] = field(default_factory=dict)
-    contracted: dict[fx.Node, Dim] = field(default_factory=dict)
-
-    def of(self, node: Any) -> Dims:
-        """A tensor's dimensions."""
-        found: Dims = self.dims[node]
-        return found
-
-    def block(self, dims: Dims, why: str) -> None:
-        """Every axis of a tensor is needed whole."""
-        for dim in dims:
-            self.block_dim(dim, why)
-
-    @staticmethod
-    def block_dim(dim: Dim, why: str) -> None:
-        """Every axis of a dimension is needed whole."""
-        for axis in dim:
-            axis.block(why)
 
 
 def read(traced: Traced) -> Reading:
     """Goes through the graph once."""
     found = Reading()
     known: dict[str, Dims] = {}
-    used = {traced.parameters.get(node.name) for node in traced.graph.graph.nodes if node.users}
+    names = {**traced.parameters, **traced.buffers}
+    used = {names.get(node.name) for node in traced.graph.graph.nodes if node.users}
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder":
-            name = traced.parameters.get(node.name)
+            name = names.get(node.name)
             dims = found.dims[node] = known.get(name or "") or _placeholder(found, node, traced)
             if name is not None:
                 known[name] = dims  # a tied one has the same axes wherever it stands
@@ -75,58 +45,12 @@ def _placeholder(found: Reading, node: fx.Node, traced: Traced) -> Dims:
         return found.axes.dims(_shape(node))
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return ()
+    if node.name in traced.buffers and all(normalizes(user) and node in user.args[RUNNING] for user in node.users):
+        return found.axes.dims(_shape(node))
     return found.axes.dims(_shape(node), "it is in the model's input, or in a buffer")
 
 
-# ---- helpers
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.removeprefix("aten::")
-    return getattr(target, "__name__", str(target))
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    value = node.meta.get("val")
-    return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    value = node.meta["val"]
-    values = value if isinstance(value, list | tuple) else [value]
-    return [tuple(map(int, one.shape)) for one in values if isinstance(one, torch.Tensor)]
-
-
-def _tensors(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(arguments, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
-    return [node for node in found if "val" in node.meta]
-
-
-def _each(dims: Any) -> list[Dims]:
-    """One for each tensor that a node gives."""
-    several = bool(dims) and isinstance(dims[0], tuple) and bool(dims[0]) and isinstance(dims[0][0], tuple)
-    return list(dims) if several else [dims]
-
-
-def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
 # ---- rules
-
-
-def _unknown(found: Reading, node: fx.Node) -> Found:
-    """Nothing is known of it, so it needs all of everything."""
-    why = f"{_name(node)} needs all of it"
-    for value in _tensors((node.args, node.kwargs)):
-        for dims in _each(found.dims[value]):
-            found.block(dims, why)
-    if isinstance(node.meta.get("val"), list | tuple):
-        return tuple(found.axes.dims(shape, why) for shape in _shapes(node))
-    return found.axes.dims(_shape(node), why)
 
 
 def _by_tag(found: Reading, node: fx.Node) -> Found:
@@ -318,29 +242,16 @@ def _reduced(found: Reading, node: fx.Node) -> Dims:
     return tuple(() if place in places else dim for place, dim in enumerate(dims) if keep or place not in places)
 
 
-def _convolution(found: Reading, node: fx.Node) -> Dims:
-    """x [batch, in, ...], weight [out, in, ...] -> [batch, out, ...]."""
-    x, weight = found.of(node.args[0]), found.of(node.args[1])
-    if int(_argument(node, 6, "groups", 1)) != 1 or len(x) != len(weight):
-        return _unknown(found, node)  # type: ignore[return-value]
-    found.axes.same(x[1], weight[1])
-    found.contracted[node] = weight[1]
-    bias = _argument(node, 2, "bias")
-    if bias is not None:
-        found.axes.same(found.of(bias)[0], weight[0])
-    for dim in (*x[2:], *weight[2:]):
-        found.block_dim(dim, "a convolution runs over it")
-    return (x[0], weight[0], *found.axes.dims(_shape(node)[2:], "a convolution runs over it"))
-
-
 def _nothing(found: Reading, node: fx.Node) -> Dims:
     return ()
 
 
 _SAME: Final[Sequence[str]] = ("dropout", "to", "alias", "clone", "contiguous", "detach", "_to_copy", "dropout_")
+_UNTAGGED: Final[Sequence[str]] = ("relu6_", "hardswish", "hardswish_", "mish_", "log_sigmoid")  # torch tags all others
 _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyType(
     {
         **dict.fromkeys(_SAME, _as_it_is),
+        **dict.fromkeys(_UNTAGGED, _pointwise),
         **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"), _view),
         **dict.fromkeys(("select", "slice", "narrow"), _along),
         **dict.fromkeys(("split", "chunk", "unbind", "split_with_sizes"), _parts),
@@ -348,7 +259,7 @@ _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyT
         **dict.fromkeys(("softmax", "log_softmax", "_softmax"), _softmax),
         **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
         **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduced),
-        **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+        **SPATIAL,
         **dict.fromkeys(("cat", "stack"), _cat),
         "permute": _permute,
         "transpose": _transpose,

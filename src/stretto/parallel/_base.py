@@ -192,10 +192,7 @@ class Place:
     @property
     def pieces(self) -> list[tuple[Box, tuple[slice, ...]]]:
         """Each box, and where it lies in ``local``."""
-        if len(self.part.boxes) == 1:
-            return [(self.box, (slice(None),) * len(self.box.starts))]
-        ahead = (slice(None),) * self.part.dim
-        return [(box, (*ahead, where)) for box, where in self.part.places()]
+        return self.part.pieces
 
     def gather(self, read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
         """What lies here, put together from its boxes."""

@@ -75,14 +75,6 @@ def check(template: Template, plan: Plan) -> None:
             f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "
             f"would be of pieces. Use microbatches=1, or replace it by GroupNorm"
         )
-    axis = "pp" if plan.pp > 1 else "branch"
-    if norms and plan.line > 1 and plan.dp > 1:
-        raise Refused(
-            f"plan {plan}: {norms[0]} is a BatchNorm, which {axis} can't run over several workers' samples yet; use "
-            "dp=1, or GroupNorm"
-        )
-    if norms and plan.tp > 1:
-        raise Refused(f"plan {plan}: {norms[0]} is a BatchNorm, which tp can't cut yet; use tp=1, or GroupNorm")
     if plan.dp * plan.microbatches > 1:
         _check_tables(template, plan)
 

@@ -28,20 +28,22 @@ from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
+from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
 from stretto.parallel.inside import cut_inside, uncut
-from stretto.parallel.layout import Placed, buffer_slices, export_places
+from stretto.parallel.layout import CutBuffers, Placed, buffer_slices, export_places
 from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.pipeline import Execution
 from stretto.parallel.program import Looker, Program
 from stretto.parallel.staged import Staged, stage
+from stretto.parallel.stretches import Repeating
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
-from stretto.state import Box, Part, Shares, Slice, assign_owners, deal
+from stretto.state import Box, Part, Shares, Slice, TensorSpec, assign_owners, deal
 
 _NOTHING: Final = torch.empty(0)
 
@@ -56,12 +58,17 @@ class Divided(Placed):
     def __init__(self, template: Template, plan: Plan, ranks: Ranks, manner: Manner) -> None:
         self.reduces_once = manner.reduce_once
         types = narrowed(template, manner.compute)
-        super().__init__(template.build(ranks.world.device, types), ranks, manner)
+        super().__init__(template.build(ranks.world.device, types), ranks, manner, by_modules=False)
         self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
         self._looker: Looker | None = None
+        if types and (norms := batch_norms(self._whole)):
+            raise Refused(
+                f"plan {plan}: {norms[0]} is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone: torch's "
+                "own, which is traced, takes no weights of a lower type than its statistics. Use fp32, or dp, or GroupNorm"
+            )
         assert manner.example is not None
         call = manner.example.call
         with manner.surround():
@@ -78,13 +85,15 @@ class Divided(Placed):
         self._refuse_shared(types)
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
-        _replace(self.module, self._parts)
+        self._cut_buffers = _buffer_parts(cut, traced, self._whole, ranks.tensor.rank)
+        _replace(self.module, {**self._parts, **{name: part for name, (_, part) in self._cut_buffers.items()}})
         self._places = self._offloaded.places(self._settle(template))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
         self.schedule = self._order if plan.line > 1 else None
-        self._programs[_key(True, call)] = self._program(stages, cut)
+        self._repeating = _repeating(self._order, manner, self._offloaded.activations)
+        self._programs[_key(True, call)] = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
         self._forwards = _forward_only(self._flow)
         self._open_line()
         self.module.forward = self._forward(self.module.forward)
@@ -193,17 +202,20 @@ class Divided(Placed):
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`; a buffer that a stage changes is only known there."""
         yield from export_places(self._places)
-        yield from buffer_slices(self.module, self.ranks.everyone, leave_out=self._changes)
-        here = {name for name, stage in self._changes.items() if self._flow.ranks[stage] == self.ranks.line.rank}
-        others = {name for name, _ in self.module.named_buffers()} - here
-        yield from buffer_slices(self.module, self.ranks.stage, leave_out=others)
+        cut, every = self._cut_buffers, {name for name, _ in self.module.named_buffers()}
+        yield from buffer_slices(self.module, self.ranks.everyone, leave_out={*self._changes, *cut})
+        here = {name for name in every if self._flow.ranks[self._changes.get(name, 0)] == self.ranks.line.rank}
+        changed = (here & set(self._changes)) - set(cut)
+        yield from buffer_slices(self.module, self.ranks.stage, leave_out=every - changed)
+        yield from buffer_slices(self.module, self.ranks.world, every - (here & set(cut)), cut)
 
     # ---- running
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
         line, saving, looker = self.ranks.line, self._offloaded.saving, self._looker
-        Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
+        with self._norm.counting(not microbatches[0].ghost):  # with a BatchNorm there is one
+            Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
 
     def watch(self, looker: Looker | None) -> None:
         """From now on ``looker`` is shown what training computes, until another one is, or None."""
@@ -227,7 +239,8 @@ class Divided(Placed):
             with torch.enable_grad():  # in the precision that surrounds every forward
                 traced = trace(self._whole.train(self.module.training), *call)
             size = self.ranks.tensor.size
-            cut = follow_cut(read(traced), traced, self._cuts, size) if size > 1 else uncut()
+            parts = {**self._cuts, **{name: part for name, (_, part) in self._cut_buffers.items()}}
+            cut = follow_cut(read(traced), traced, parts, size) if size > 1 else uncut()
             stages = stages_like(work_of(traced, self._trains, self._changes), self._stages)
             self._programs[key] = self._program(stages, cut)
         return self._programs[key]
@@ -236,19 +249,36 @@ class Divided(Placed):
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
         splits = any(action.kind is Kind.WEIGHT for action in self._order.actions[self.ranks.line.rank])
         later = self._deferred if splits else None
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later)
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, self._repeating, self._norm)
+
+    def _repeated(self, program: Program) -> Program | None:
+        """The program, as it is computed again, and a note in how many pieces; None where that would save nothing."""
+        if self._repeating is None:
+            return program
+        here = {str(stage): portion.num_pieces for stage, portion in program.portions.items()}
+        every = {int(stage): count for found in self.ranks.everyone.gather_json(here) for stage, count in found.items()}
+        how, counts = f"recompute={self._repeating.how}", [every[stage] for stage in sorted(every)]
+        if counts == [1]:
+            said = "the model's traced graph has no place to cut it at that would save memory; its activations are kept"
+            self.notes, self._repeating = (*self.notes, f"{how} is inactive: {said}"), None
+            return None
+        what = f"stages are computed again in {', '.join(map(str, counts))} pieces"
+        what = what if len(counts) > 1 else f"the model's traced graph is computed again in {counts[0]} pieces"
+        self.notes = (*self.notes, f"{how}: {what}")
+        return program
 
     # ---- the contract
 
     @property
     def communicates(self) -> bool:
         """See :class:`Applied`."""
-        return self.ranks.tensor.size > 1
+        return self.ranks.tensor.size > 1 or self._norm.active
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; gradients are left to the sync rule."""
-        yield
+        with self._norm.counting(not ghost):
+            yield
         self._check()
         self._flats.check()
 
@@ -283,6 +313,20 @@ class _Once:
         return nullcontext()
 
 
+def _repeating(schedule: Schedule, manner: Manner, moved: bool) -> Repeating | None:
+    """How a rank's stages are computed again; ``ahead`` is the most that the schedule asks of any stage."""
+    if manner.recompute == "none":
+        return None
+    ahead = dict.fromkeys(range(len(schedule.flow.ranks)), 0)
+    for actions in schedule.actions:
+        under_way = dict.fromkeys(ahead, 0)
+        for action in actions:
+            if action.kind is not Kind.WEIGHT:
+                under_way[action.stage] += 1 if action.kind is Kind.FORWARD else -1
+                ahead[action.stage] = max(ahead[action.stage], under_way[action.stage])
+    return Repeating(manner.recompute, ahead, manner.surround, moved)
+
+
 def _forward_only(flow: Flow) -> Schedule:
     stages = range(len(flow.ranks))
     lists = (
@@ -307,9 +351,21 @@ def _parts(cut: Cut, traced: Traced, template: Template, rank: int) -> dict[str,
     return {**whole, **{name: cut.part(cut.reading.of(node), rank) for name, node in nodes.items()}}
 
 
+def _buffer_parts(cut: Cut, traced: Traced, module: nn.Module, rank: int) -> CutBuffers:
+    nodes = {traced.buffers[n.name]: n for n in traced.graph.graph.nodes if n.name in traced.buffers}
+    parts = {name: cut.part(cut.reading.of(node), rank) for name, node in nodes.items()} if cut.axes else {}
+    specs = {name: TensorSpec.of(name, buffer) for name, buffer in module.named_buffers()}
+    return {name: (specs[name], part) for name, part in parts.items() if part.cut}
+
+
 def _replace(module: nn.Module, parts: Mapping[str, Part]) -> None:
-    """Gives the module parameters of a rank's shapes, tied ones still tied."""
+    """Gives the module parameters and buffers of a rank's shapes, tied ones still tied; of other buffers it has all."""
     made: dict[int, nn.Parameter] = {}
+    buffers = {
+        id(buffer): torch.empty(parts[name].shape, dtype=buffer.dtype, device=buffer.device)
+        for name, buffer in module.named_buffers()
+        if name in parts
+    }
     for name, parameter in module.named_parameters():
         if tuple(parameter.shape) == parts[name].shape:
             made[id(parameter)] = parameter
@@ -320,3 +376,5 @@ def _replace(module: nn.Module, parts: Mapping[str, Part]) -> None:
         for key, whole in owner._parameters.items():
             if whole is not None:
                 owner._parameters[key] = made[id(whole)]
+        for key, one in owner._buffers.items():
+            owner._buffers[key] = one if one is None else buffers.get(id(one), one)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stretto.errors import Refused
 from stretto.graph.cut import Cut, plan_cut, report
-from stretto.graph.rules import Reading, read
+from stretto.graph.reading import Reading
+from stretto.graph.rules import read
 from stretto.graph.trace import Traced
 from stretto.graph.wishes import wishes_of
 from stretto.parallel.template import Template

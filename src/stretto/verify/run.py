@@ -149,6 +149,8 @@ class _Prover:
         found = report.first_divergence
         if found is None or found.what != "loss" or not plan.traced:
             return report
+        if record.batch_norms and plan.dp > 1:
+            return report  # what a rank runs beside has its own samples, and a BatchNorm takes those of all
         look = [found.step, bound_for(found, record)]
         again = self._run(replace(job, payload={**job.payload, "look": look}), quiet=True)
         seen: dict[int, Sighting | None] = {}

@@ -11,6 +11,7 @@ from stretto.testing.faults.layers import (
     gradient_of_one_part,
     norm_counts_whole_parameters_on_each_rank,
     partial_sums_not_added,
+    running_statistics_of_other_channels,
     samples_counted_on_each_rank,
 )
 from stretto.testing.faults.measures import (
@@ -31,7 +32,11 @@ from stretto.testing.faults.precision import (
     scale_halved_alone,
     sums_in_low_precision,
 )
-from stretto.testing.faults.recompute import other_numbers_in_the_second_forward, statistics_moved_twice
+from stretto.testing.faults.recompute import (
+    other_numbers_in_the_second_forward,
+    stages_change_buffers_twice,
+    statistics_moved_twice,
+)
 from stretto.testing.faults.stages import (
     backward_run_twice,
     buffers_of_another_stage,
@@ -124,11 +129,13 @@ __all__ = [
     "reduction_of_one_stage_dropped",
     "repeated_samples",
     "replicas_not_added",
+    "running_statistics_of_other_channels",
     "samples_counted_on_each_rank",
     "scale_halved_alone",
     "shares_not_gathered",
     "shares_of_another_owner",
     "skipping_value_detached",
+    "stages_change_buffers_twice",
     "stale_shard",
     "statistics_moved_twice",
     "sums_in_low_precision",

@@ -50,6 +50,16 @@ def another_ranks_heads(rank: int) -> None:
     vars(divided)["_parts"] = parts
 
 
+def running_statistics_of_other_channels(rank: int) -> None:
+    """A rank takes its part of a BatchNorm's running statistics for another rank's."""
+    from stretto.parallel import divided
+
+    honest = divided._buffer_parts
+    vars(divided)["_buffer_parts"] = lambda cut, traced, module, place: honest(
+        cut, traced, module, (place + 1) % cut.degree
+    )
+
+
 def norm_counts_whole_parameters_on_each_rank(rank: int) -> None:
     """In the norm of the gradient what is not cut counts once for each rank of the tensor group."""
     from stretto.testing.faults.measures import count_all
