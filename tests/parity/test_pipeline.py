@@ -35,7 +35,7 @@ def test_a_model_in_stages_has_the_numbers_of_one_device(
         ("digits", "dp=2,pp=2", "which pp can't run over several workers' samples yet"),
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
         ("lstm", "pp=2,recompute=full", "pp=2 with recompute=full is planned but not built yet"),
-        ("lstm", "dp_replicate=2,dp_shard=2,pp=2", "don't go with tp or pp"),
+        ("lstm", "dp_replicate=2,dp_shard=2,pp=2", "don't go with tp, pp or branch"),
     ],
 )
 def test_what_pp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher, name: str, plan: str, says: str) -> None:
