@@ -43,7 +43,7 @@ def by_hand(task: Task) -> Callable[[], None]:
         (total / weight).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        float(total)
+        float(total.detach())
 
     return step
 

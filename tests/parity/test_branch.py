@@ -24,6 +24,7 @@ MANY = (
         ("branches", {"kind": "stem"}, ("branch=3,microbatches=2", "dp=2,branch=2,zero=3")),
         ("branches", {"kind": "siamese"}, ("branch=2", "dp=2,branch=2,zero=2,microbatches=2")),
         ("branches", {"kind": "siamese", "rate": "0.3"}, ("branch=2,microbatches=2,schedule=zero-bubble",)),
+        ("branches", {"kind": "siamese", "rate": "0.2"}, ("branch=2,microbatches=2,recompute=full",)),
         ("branches", {"kind": "stem", "rate": "0.3"}, ("branch=2,microbatches=2",)),
         *(pytest.param("towers", {"kind": kind}, MANY, marks=MATRIX) for kind in ("adamw", "sgd")),
         *(

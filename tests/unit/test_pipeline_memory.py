@@ -56,7 +56,7 @@ class Batch:
 
 
 @contextmanager
-def around(last: bool, ghost: bool) -> Iterator[None]:
+def around(last: bool, ghost: bool, ends: bool = True) -> Iterator[None]:
     yield
 
 

@@ -67,7 +67,7 @@ class Divided(Placed):
         if types and (norms := batch_norms(self._whole)):
             raise Refused(
                 f"plan {plan}: {norms[0]} is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone: torch's "
-                "own, which is traced, takes no weights of a lower type than its statistics. Use fp32, or dp, or GroupNorm"
+                "own, which is traced, takes no weights of a lower type than its statistics. Use fp32, dp, or GroupNorm"
             )
         assert manner.example is not None
         call = manner.example.call
