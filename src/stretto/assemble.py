@@ -13,9 +13,12 @@ from stretto.comm.group import Group
 from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_feeders, seed_everything, to_device
 from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.graph.assignment import Assignment
+from stretto.graph.trace import Scoring
 from stretto.machinery import Machinery
 from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Example, Manner, Roots, Template, apply
+from stretto.parallel.faithful import roots_of
+from stretto.parallel.scored import unseen
 from stretto.parallel.template import refuse_overlaps
 from stretto.plan import Plan
 from stretto.precision import COMPUTE, cast_model, computing, retyped
@@ -151,10 +154,11 @@ def example_of(task: Task, plan: Plan, template: Template, dataset: Any) -> Exam
     host, dtype = torch.device("cpu"), COMPUTE[task.recipe.precision]
 
     def loss(output: Any) -> Roots:
-        totals = [total for total, _ in task.losses(output, samples).values() if total.requires_grad]
-        return totals, [torch.ones_like(total) for total in totals]
+        return roots_of(task.losses(output, samples))
 
-    return Example((to_device(arguments, host, dtype), to_device(keywords, host, dtype)), loss)
+    call = to_device(arguments, host, dtype), to_device(keywords, host, dtype)
+    why = unseen(samples)
+    return Example(call, loss, None if why else Scoring(task.losses, samples), why)
 
 
 def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:

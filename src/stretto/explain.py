@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
 from stretto.graph.cut import Cut, report
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
-from stretto.graph.trace import Traced, trace
-from stretto.parallel import Template
+from stretto.graph.trace import Surround, Traced, trace
+from stretto.observe import free_bytes
+from stretto.parallel import Example, Template
 from stretto.parallel.apply import check
+from stretto.parallel.faithful import unlike
 from stretto.parallel.inside import cut_inside
 from stretto.parallel.measure import Seconds, costs_of
+from stretto.parallel.scored import trace_step
 from stretto.parallel.staged import Staged, stage
 from stretto.plan import Plan
 from stretto.precision import computing
@@ -104,14 +110,15 @@ def explain(task: Task, plan: Plan) -> Explained:
         rows = [Row(name, spec.shape, 1.0, (), "whole") for name, spec in template.specs.items()]
         return Explained(str(plan), features_of(plan), tuple(rows))
     example = example_of(task, plan, template, None)
+    surround = partial(computing, task.recipe.precision)
 
     def measure(work: Work) -> list[Seconds]:
-        return costs_of(work, template.structure, template.structure, example)
+        with surround():
+            return costs_of(work, template.structure, template.structure, example)
 
-    with computing(task.recipe.precision):
-        traced = trace(template.structure.train(), *example.call)
-        staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
-    cut = cut_inside(traced, template, plan.tp)
+    traced, unscored = _trace(template, example, plan, surround)
+    staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
+    cut = cut_inside(traced, template, plan.tp, unscored)
     rows = _parameters(template, traced, cut, staged.stages, plan)
     if plan.line == 1:
         return Explained(str(plan), features_of(plan), tuple(rows), notes=cut.notes)
@@ -120,6 +127,20 @@ def explain(task: Task, plan: Plan) -> Explained:
     costs = Costs(*seconds, (0.5,) * len(described))
     step = simulate(build_schedule(plan.schedule, staged.flow, plan.microbatches), costs)
     return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step, (*cut.notes, *staged.notes))
+
+
+def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:
+    """As a run would have it."""
+    module = template.structure.train()
+    if plan.tp == 1:
+        return trace(module, *example.call, surround=surround), ""
+
+    def differs(traced: Traced) -> str:
+        device = torch.device("cpu")
+        with surround():
+            return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
+
+    return trace_step(module, example, plan.line, differs, surround)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:

@@ -174,7 +174,11 @@ class _Microbatch:
         with whole_parameters_only():  # a shard that forward read may show in the loss only
             with computing(of.task.recipe.precision, of.on.group.device.type):
                 pairs = of.task.losses(output, self.samples)
-            return self._terms.add(pairs, self.samples, self.ghost, self._scale)
+            return self.roots(pairs)
+
+    def roots(self, terms: Any) -> Roots:
+        """See :class:`~stretto.parallel.Microbatch`."""
+        return self._terms.add(terms, self.samples, self.ghost, self._scale)
 
     def backward(self, roots: Roots) -> None:
         """See :class:`~stretto.parallel.Microbatch`."""

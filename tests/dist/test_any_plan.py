@@ -21,7 +21,9 @@ from stretto.verify.run import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = str(ROOT / "tests" / "helpers")
-TOWERS, LLAMA, CNN = (ROOT / "tests" / "tasks" / f"{name}.py" for name in ("towers", "llama", "cnn_skips"))
+TOWERS, LLAMA, CNN, WORDS = (
+    ROOT / "tests" / "tasks" / f"{name}.py" for name in ("towers", "llama", "cnn_skips", "word_losses")
+)
 PLANS = (
     *("dp=1", "dp=3", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp_shard=2"),
     *("tp=2", "tp=3,microbatches=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3"),
@@ -37,6 +39,7 @@ CI = (
     (TOWERS, "tp=3,microbatches=2", "pp=3,microbatches=3"),
     (TOWERS, "branch=2", "dp=2"),
     (TOWERS, "dp=2,zero=3", "dp=2,branch=2,zero=2"),
+    (WORDS, "tp=3,microbatches=2", "dp=1"),  # a vocabulary of 13 in parts, and whole
     (CNN, "tp=2,pp=2", "dp=1"),  # with running statistics, in parts of a stage
 )
 NORMS = (

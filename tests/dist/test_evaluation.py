@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELPERS = str(ROOT / "tests" / "helpers")
 SCORED = str(ROOT / "tests" / "tasks" / "scored.py")
 FOLLOWED = str(ROOT / "tests" / "tasks" / "followed.py")
+WORDS = str(ROOT / "tests" / "tasks" / "word_losses.py")
 RANKING = str(ROOT / "examples" / "ranking")
 PLANS = {
     1: ["dp=1", "dp=1,microbatches=3"],
@@ -35,6 +36,21 @@ PLANS = {
 def evaluated(launcher: LocalLauncher, workers: int, **payload: Any) -> JobResult:
     payload = {"task": SCORED, "plans": PLANS[workers], **payload}
     return launcher.run(Job("evaluation_entries:totals", payload, workers, python_path=(HELPERS,)))
+
+
+def test_logits_in_parts_are_gathered_for_metrics(launcher: LocalLauncher) -> None:
+    """13 words on three ranks, and nine samples of which three are left for the last batch."""
+    sets = {"precision": "fp64", "batch": 6, "tied": True}
+    found = []
+    for workers, plan in ((1, "dp=1"), (3, "tp=3")):
+        result = evaluated(launcher, workers, task=WORDS, plans=[plan], sets=sets)
+        assert result.failure is None, result.failure.text
+        found += [rank[0] for rank in result.results.values()]
+    whole, *others = found
+    assert len(others) == 3 and len(whole["first"]) == 9 and len(whole["first"][0]) == 13
+    for rank in others:
+        assert rank["accuracy"] == whole["accuracy"] and rank["loss"] == pytest.approx(whole["loss"], rel=1e-13)
+        assert torch.tensor(rank["first"]).sub(torch.tensor(whole["first"])).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(4, marks=pytest.mark.matrix)])

@@ -21,8 +21,18 @@ def test_each_parameter_is_listed_with_its_reason() -> None:
     rows = {row["name"]: row for row in json.loads(told.stdout)["parameters"]}
     fused = rows["blocks.0.query_key_value.weight"]
     assert (fused["why"], fused["share"]) == ("dimension 0 cut along an axis of 3", 1 / 3)
-    assert rows["embedding.weight"]["share"] == 1
-    assert "an embedding looks its rows up" in rows["embedding.weight"]["why"]
+    table = rows["embedding.weight"]
+    assert (table["why"], round(table["share"], 2)) == ("dimension 0 cut along an axis of 256", 0.34), "86, 85 and 85"
+    assert rows["position.weight"]["share"] == 1
+    assert "an embedding looks the same rows up whatever the input" in rows["position.weight"]["why"]
+
+
+def test_a_head_that_is_whole_has_the_reason_of_its_loss() -> None:
+    for kind, why in (("gather", "dimension 0 cut along an axis of 13"), ("masked", "(the loss can't be traced: ")):
+        told = explain("tests/tasks/word_losses.py", "--plan", "tp=2", "--set", f"kind={kind}", "--json")
+        assert told.returncode == 0, told.stderr
+        rows = {row["name"]: row for row in json.loads(told.stdout)["parameters"]}
+        assert why in rows["head.weight"]["why"] and why in rows["head.bias"]["why"]
 
 
 def test_stages_have_their_cost_and_what_they_send_and_a_picture(tmp_path: Path) -> None:

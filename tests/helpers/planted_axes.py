@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from planted_stretches import AGAIN, TOWERS
 from planting import CUT, Planted
 
 SIX = (("depth", "2"), ("width", "32"), ("context", "16"), ("heads", "2"), ("batch", "6"), ("steps", "3"))
 GPT, SKIPS, DIGITS = "examples/gpt", "tests/tasks/skips.py", "examples/digits"
 EVEN = "stretto.testing.conditions:even_stages"
-PIECES = "stretto.testing.conditions:small_pieces"
 
 LAYERS = (
     Planted(
@@ -17,8 +17,8 @@ LAYERS = (
         plan="tp=2",
         step=1,
         what="loss",
-        name="blocks.0.attention_out",
-        says="the first that is off is what blocks.0.attention_out gives (linear, microbatch 1, off by",
+        name="embedding",
+        says="the first that is off is what embedding gives (embedding, microbatch 1, off by",
     ),
     Planted(
         fault="gradient_of_one_part",
@@ -84,6 +84,39 @@ LAYERS = (
         step=1,
         what="loss",
         says="gives (dropout, microbatch 1",
+    ),
+)
+
+VOCABULARY = (
+    Planted(
+        fault="target_counted_on_every_rank",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2",
+        step=1,
+        what="loss",
+        name="loss()",
+        says="the first that is off is what loss() gives (cross_entropy_loss, microbatch 1, off by",
+    ),
+    Planted(
+        fault="exponentials_of_own_classes",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2",
+        step=1,
+        what="loss",
+        name="loss()",
+        says="the first that is off is what loss() gives (cross_entropy_loss, microbatch 1, off by",
+    ),
+    Planted(
+        fault="rows_of_other_ranks_not_zero",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2",
+        step=1,
+        what="loss",
+        name="embedding",
+        says="the first that is off is what embedding gives (embedding, microbatch 1, off by",
     ),
 )
 
@@ -327,49 +360,4 @@ STAGES = (
     ),
 )
 
-TOWERS = (
-    Planted(
-        fault="gradient_of_a_tower_twice",
-        task="tests/tasks/towers.py",
-        plan="branch=2",
-        step=1,
-        what="gradient",
-        name="thing.2.weight",
-        rank=0,
-        under=EVEN,
-        says="only rank(s) 0 are off",
-    ),
-)
-
-AGAIN = (
-    Planted(
-        fault="other_numbers_in_the_second_forward",
-        plan="tp=2,pp=2,recompute=full",
-        step=2,
-        what="gradient",
-        under=PIECES,
-        says="or a layer is computed otherwise in backward than it was in forward (recompute=full)",
-    ),
-    Planted(
-        fault="other_numbers_in_the_second_forward",
-        plan="pp=2,microbatches=2,recompute=selective",
-        step=2,
-        what="gradient",
-        under=PIECES,
-        says="or a layer is computed otherwise in backward than it was in forward (recompute=selective)",
-        matrix=True,
-    ),
-    Planted(
-        fault="stages_change_buffers_twice",
-        task=DIGITS,
-        sets=(("batch", "7"),),
-        plan="pp=2,recompute=selective",
-        step=1,
-        what="weight",
-        name="1.num_batches_tracked",
-        under=f"{EVEN},{PIECES}",
-        says="or a layer that is computed again in backward changes a buffer twice (recompute=selective)",
-    ),
-)
-
-AXES = (*LAYERS, *STAGES, *AGAIN, *TOWERS)
+AXES = (*LAYERS, *VOCABULARY, *STAGES, *AGAIN, *TOWERS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,33 +11,80 @@ import torch
 from stretto.assemble import assemble, build_template
 from stretto.comm.members import Members
 from stretto.launch.context import WorkerContext
+from stretto.machinery import Machinery, call_of, forward
+from stretto.parallel import Call, Roots
+from stretto.parallel.faithful import roots_of
 from stretto.plan import Plan
-from stretto.task import load_task
+from stretto.task import Task, load_task
 from stretto.training import form_group
 
 
 def messages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """How many sums a forward and its backward ask of the tensor group, and of how many elements."""
+    """What a training step asks of the tensor group inside the model and its loss, forward and backward: of each
+    message its elements. Then what an evaluation does."""
     task, plan = load_task(payload["task"], payload["sets"]), Plan.parse(payload["plan"])
     dataset = task.data()["train"]
     on = assemble(task, plan, build_template(task), form_group(plan, context), dataset=dataset)
     batch = task.collate([dataset[index] for index in range(task.recipe.batch)])
-    arguments, keywords = task.inputs(batch, on.applied.module.forward)
-    on.applied.refresh()
     sent: list[int] = []
-    honest = Members.all_reduce
+    for name in ("all_reduce", "all_gather", "gather_parts"):
+        _count(name, on.applied.ranks.tensor, sent)
+    on.applied.refresh()
+    on.applied.module.train()
+    counted = _Counted(task, on, batch, sent)
+    on.applied.train([counted], lambda **_: nullcontext())
+    training = len(sent)
+    arguments, keywords = counted.call()
+    on.applied.module.eval()
+    with torch.no_grad():
+        output = on.applied.module(*arguments, **keywords)
+    places = counted.forwards
+    return {
+        "forward": sent[:places],
+        "backward": sent[places:training],
+        "evaluation": sent[training:],
+        "logits": output.numel(),
+    }
 
-    def counted(self: Members, tensor: torch.Tensor, async_op: bool = False) -> Any:
-        if self is on.applied.ranks.tensor:
+
+def _count(name: str, members: Members, sent: list[int]) -> None:
+    honest = getattr(Members, name)
+
+    def counted(self: Members, tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
+        if self is members:
             sent.append(tensor.numel())
-        return honest(self, tensor, async_op)
+        return honest(self, tensor, *more, **named)
 
-    Members.all_reduce = counted  # type: ignore[method-assign]
-    output = on.applied.module(*arguments, **keywords)
-    forward = len(sent)
-    total, _ = task.losses(output, batch)["loss"]
-    total.backward()  # type: ignore[no-untyped-call]
-    return {"forward": forward, "backward": len(sent) - forward, "elements": sorted(set(sent))}
+    setattr(Members, name, counted)
+
+
+class _Counted:
+    """The microbatch of a step."""
+
+    ghost = False
+
+    def __init__(self, task: Task, on: Machinery, batch: Any, sent: list[int]) -> None:
+        self._task, self._on, self.samples, self._sent = task, on, batch, sent
+        self.forwards = 0
+
+    def call(self) -> Call:
+        return call_of(self._task, self._on, self.samples)
+
+    def forward(self, run: Callable[..., Any]) -> Any:
+        return forward(self._task, self._on, run, self.call(), 0)
+
+    def loss(self, output: Any) -> Roots:
+        return self.roots(self._task.losses(output, self.samples))
+
+    def roots(self, terms: Any) -> Roots:
+        self.forwards = len(self._sent)
+        return roots_of(terms)
+
+    def backward(self, roots: Roots) -> None:
+        torch.autograd.backward(*roots)
+
+    def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def parts(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from parity import Figures, check, kinds, prove
 from stretto.launch import Job, LocalLauncher
+from stretto.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = str(ROOT / "tests" / "helpers")
@@ -35,21 +36,10 @@ def test_dropout_in_place_and_of_channels_draws_for_the_whole(
     check(prove(launcher, name, ("tp=3",), sets), f"{name} {sets}", figures)
 
 
-@pytest.mark.parametrize(
-    ("name", "sets", "says"),
-    [
-        (
-            "lstm",
-            {},
-            "tp=2 finds nothing to cut in this model; embedding.weight: whole: an embedding looks its rows up",
-        ),
-    ],
-)
-def test_what_tp_can_t_do_is_refused_with_the_reason(
-    launcher: LocalLauncher, name: str, sets: dict[str, str], says: str
-) -> None:
-    (plan,) = prove(launcher, name, ("tp=2",), sets).plans
-    assert plan.status == "refused" and says in str(plan.reason), plan
+def test_what_tp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher) -> None:
+    (plan,) = verify(ROOT / "tests" / "tasks" / "skips.py", ["tp=2"], launcher=launcher).plans
+    assert plan.status == "refused", plan
+    assert "tp=2 finds nothing to cut in this model; enter.weight: whole: " in str(plan.reason), plan
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -69,15 +59,21 @@ def run(launcher: LocalLauncher, entry: str, workers: int, **payload: Any) -> li
     return [result.results[member] for member in sorted(result.results)]
 
 
-def test_a_transformer_block_costs_two_messages_forward_and_two_backward(launcher: LocalLauncher) -> None:
-    for found in run(launcher, "messages", 2, task=str(ROOT / "examples" / "gpt"), plan="tp=2", sets=GPT):
-        assert found == {"forward": 2, "backward": 2, "elements": [4 * 16 * 32]}, "activations, and never the logits"
+def test_a_block_costs_two_messages_each_way_and_a_vocabulary_none_of_the_logits_size(launcher: LocalLauncher) -> None:
+    """Logits are 4 x 16 x 256; of each token two numbers are told, and its features go in and come back once."""
+    activation, tokens = 4 * 16 * 32, 4 * 16
+    for depth in (1, 2):
+        sets = {**GPT, "depth": str(depth)}
+        for found in run(launcher, "messages", 2, task=str(ROOT / "examples" / "gpt"), plan="tp=2", sets=sets):
+            assert found["forward"] == [*[activation] * (1 + 2 * depth), 2 * tokens], "the table, the blocks, the loss"
+            assert found["backward"] == [activation] * (2 * depth + 1), "the head's input, and the blocks'"
+            assert found["evaluation"] == [*[activation] * (1 + 2 * depth), found["logits"]], "an output is gathered"
+            assert found["logits"] == 256 * tokens
 
 
 def test_a_rank_holds_its_part_of_what_is_cut(launcher: LocalLauncher) -> None:
     for found in run(launcher, "parts", 2, task=str(ROOT / "examples" / "gpt"), plan="tp=2", sets=GPT):
         assert found["cut"] and found["held"] == pytest.approx(found["cut"] / 2, rel=0.01)
         assert found["whole"] == found["kept"], "the rest is there whole"
-        assert {name.rpartition(".")[0] for name in found["names"]} == {
-            f"blocks.0.{layer}" for layer in ("query_key_value", "attention_out", "mlp_up", "mlp_down")
-        }
+        layers = (f"blocks.0.{layer}" for layer in ("query_key_value", "attention_out", "mlp_up", "mlp_down"))
+        assert {name.rpartition(".")[0] for name in found["names"]} == {"embedding", *layers}

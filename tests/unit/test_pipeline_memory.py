@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 class Batch:
     """One microbatch of two."""
 
-    ghost = False
+    ghost, samples = False, None
 
     def __init__(self, x: Tensor, at_backward: Callable[[], None]) -> None:
         self._x, self._at_backward = x, at_backward

@@ -65,10 +65,10 @@ def program_of(
 
 def cut_down(model: nn.Module, cut: Cut, names: Mapping[str, str]) -> nn.Module:
     """The first rank's part of each parameter."""
-    from stretto.parallel.divided import _replace
+    from stretto.parallel.inside import give_parts
 
     parts = {names[node.name]: cut.part(cut.reading.of(node), 0) for node in cut.reading.dims if node.name in names}
-    _replace(model, {name: parts[name] for name, _ in model.named_parameters()})
+    give_parts(model, {name: parts[name] for name, _ in model.named_parameters()})
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model

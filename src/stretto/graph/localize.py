@@ -12,12 +12,16 @@ import torch
 from torch import fx, nn
 
 from stretto.graph.axes import Axis, leaves, size
+from stretto.graph.classes import picking, reduced_places
 from stretto.graph.cut import Cut
 from stretto.graph.reading import _argument, _each, _name
 from stretto.graph.stages import Stages
 from stretto.state import Part
 
 ENTER, LEAVE, DROP, NORM = "enter", "leave", "drop", "norm"
+ROWS, CROSS_ENTROPY, LOGSUMEXP, SOFTMAX, LARGEST, PICK, COLLECT = (
+    *("rows", "cross_entropy", "logsumexp", "softmax", "largest", "pick", "collect"),
+)
 WHOLE: Final = "whole"
 
 
@@ -46,9 +50,11 @@ class Portion:
 class Localizer:
     """Rewrites the graph for ``rank`` of those that cut it inside.
 
-    The graph calls four modules that whoever runs it brings along: ``enter`` (as it is; its gradient is added up over
-    the group), ``leave`` (added up over the group; its gradient as it is), ``drop`` (dropout of a part, by the numbers
-    that the whole would draw), ``norm`` (batch norm by the statistics of all workers' samples).
+    The graph calls modules that whoever runs it brings along: ``enter`` (as it is; its gradient is added up over the
+    group), ``leave`` (added up over the group; its gradient as it is), ``drop`` (dropout of a part, by the numbers that
+    the whole would draw), ``norm`` (batch norm by the statistics of all workers' samples), ``rows`` (of a part of a
+    table, zeros for those of other ranks), ``collect`` (the whole of what lies in parts), and what a loss wants of
+    classes that lie in parts: ``cross_entropy``, ``logsumexp``, ``softmax``, ``largest`` and ``pick``.
     """
 
     def __init__(self, stages: Stages, cut: Cut, rank: int) -> None:
@@ -62,7 +68,7 @@ class Localizer:
         self._entered: dict[tuple[fx.Node, Axis], fx.Node] = {}
 
     def build(self, stage: int, modules: Mapping[str, nn.Module]) -> Portion:
-        """One stage; ``modules`` are the four by name."""
+        """One stage; ``modules`` by name."""
         self._begin()
         stages, traced = self._stages, self._traced
         nodes, last = stages.nodes[stage], stage == stages.count - 1
@@ -84,8 +90,8 @@ class Localizer:
             self._env[node] = self._copy(node)
         for node, new in self._env.items():
             new.meta[WHOLE] = node
-        given = [None if node is None else self._env[node] for node in (*mutated.values(), *leaving, *output)]
-        self._new.output(given)
+        given = [self._env[node] for node in (*mutated.values(), *leaving)]
+        self._new.output([*given, *(None if node is None else self._collected(node) for node in output)])
         graph = fx.GraphModule({**modules, **held}, self._new)
         return Portion(graph, tuple(n.name for n in bound), arriving, leaving, tuple(mutated), last)
 
@@ -122,6 +128,14 @@ class Localizer:
     def part_of(self, node: fx.Node) -> Part | None:
         """What of a value lies on this rank; None: all of it."""
         return self._cut.part(self._cut.reading.of(node), self._rank) if self._axis(node) is not None else None
+
+    def _collected(self, node: fx.Node) -> fx.Node:
+        """Of what the graph gives all of it, on every rank."""
+        if self._axis(node) is None:
+            return self._env[node]
+        parts = [self.part(node, rank) for rank in range(self._cut.degree)]
+        shape, dim, _ = parts[0]
+        return self.module(COLLECT, self._env[node], shape, dim, [pieces for _, _, pieces in parts])
 
     def _axis(self, node: fx.Node) -> Axis | None:
         if not self._cut.axes:
@@ -164,17 +178,20 @@ class Localizer:
         return self._new.call_function(node.target, arguments, keywords)  # type: ignore[arg-type]
 
     def module(self, name: str, *arguments: Any) -> fx.Node:
-        """A call of one of the four."""
+        """A call of one of the modules."""
         return self._new.call_module(name, arguments)
 
-    def part(self, node: fx.Node) -> tuple[list[int], int, list[tuple[int, int]]]:
-        """A result's logical shape, the dimension that is cut, and this rank's pieces of it, first and last."""
-        part = self._cut.part(self._cut.reading.of(node), self._rank)
+    def part(self, node: fx.Node, rank: int | None = None) -> tuple[list[int], int, list[tuple[int, int]]]:
+        """A result's logical shape, the dimension that is cut, and a rank's pieces of it, first and last; this one's
+        by default."""
+        part = self._cut.part(self._cut.reading.of(node), self._rank if rank is None else rank)
         shape = [int(size) for size in node.meta["val"].shape]
         return shape, part.dim, [(box.starts[part.dim], box.stops[part.dim]) for box in part.boxes]
 
     def _contract(self, node: fx.Node, axis: Axis) -> fx.Node:
         """Each rank adds up over its part, and the group adds the sums up; a bias comes once, after that."""
+        if (rewrite := _OVER.get(_name(node))) is not None:
+            return rewrite(self, node, axis)
         one, two = (self.inside(value, axis) for value in node.args[:2])  # type: ignore[arg-type]
         if _name(node) in ("matmul", "bmm", "mm"):
             return self.module(LEAVE, self.call(node, one, two))
@@ -254,6 +271,60 @@ def _picked(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     return at._new.call_function(operator.getitem, (at._env[source], node.args[1]))
 
 
+def _rows(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    table, index = node.args[:2]
+    padding = int(_argument(node, 2, "padding_idx", -1))
+    shape, _, pieces = at.part(table)  # type: ignore[arg-type]
+    found = at.module(ROWS, at._env[table], at._env[index], padding, pieces, shape[0])  # type: ignore[index]
+    return at.module(LEAVE, found)
+
+
+def _classes(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    """A loss of logits, or of logarithms of probabilities, and classes."""
+    logits, target = node.args[:2]
+    weight = _argument(node, 2, "weight")
+    reduction, ignored = int(_argument(node, 3, "reduction", 1)), int(_argument(node, 4, "ignore_index", -100))
+    smoothing = float(_argument(node, 5, "label_smoothing", 0.0))
+    shape, dim, pieces = at.part(logits)  # type: ignore[arg-type]
+    given = at._env[logits], at._env[target], None if weight is None else at._env[weight]  # type: ignore[index]
+    raw = _name(node) == "cross_entropy_loss"
+    return at.module(CROSS_ENTROPY, *given, raw, reduction, ignored, smoothing, dim, pieces, shape[dim])
+
+
+def _spread_softmax(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    source: Any = node.args[0]
+    given = at._env[source]
+    if (dtype := _argument(node, 2, "dtype")) not in (None, False):
+        given = at._new.call_function(torch.ops.aten.to.dtype, (given, dtype))
+    return at.module(SOFTMAX, given, int(_argument(node, 1, "dim")), _name(node) == "log_softmax")
+
+
+def _spread_reduction(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    """A rank's mean counts for as much as it has of what the mean runs over."""
+    source: Any = node.args[0]
+    given, name = at._env[source], _name(node)
+    if name in ("logsumexp", "amax"):
+        keep = bool(_argument(node, 2, "keepdim", False))
+        return at.module(LOGSUMEXP if name == "logsumexp" else LARGEST, given, sorted(reduced_places(node)), keep)
+    summed = at.call(node, given, *node.args[1:], **node.kwargs)
+    if name == "mean":
+        first, last = at._cut.span(axis, at._rank)
+        summed = at._new.call_function(torch.ops.aten.mul.Scalar, (summed, (last - first) / axis.size))
+    return at.module(LEAVE, summed)
+
+
+def _spread_pick(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    source: Any = node.args[0]
+    shape, dim, pieces = at.part(source)
+    if _name(node) == "index":
+        indices: Any = node.args[1]
+        given = [at._env[one] for one in indices]
+        return at.module(LEAVE, at.module(PICK, at._env[source], given, None, pieces, shape[dim]))
+    return at.module(
+        LEAVE, at.module(PICK, at._env[source], [at._env[picking(node)[1]]], dim, pieces, shape[dim])
+    )
+
+
 _Rewrite = Callable[[Localizer, fx.Node, Axis], fx.Node]
 _REWRITES: Final[Mapping[str, _Rewrite]] = MappingProxyType(
     {
@@ -265,5 +336,14 @@ _REWRITES: Final[Mapping[str, _Rewrite]] = MappingProxyType(
         "getitem": _picked,
         **dict.fromkeys((f"conv{kind}{count}d" for kind in ("", "_transpose") for count in (1, 2, 3)), _convolution),
         "group_norm": _group_norm,
+    }
+)
+_OVER: Final[Mapping[str, _Rewrite]] = MappingProxyType(
+    {
+        "embedding": _rows,
+        **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), _classes),
+        **dict.fromkeys(("softmax", "log_softmax", "_softmax"), _spread_softmax),
+        **dict.fromkeys(("mean", "sum", "amax", "logsumexp"), _spread_reduction),
+        **dict.fromkeys(("gather", "take_along_dim", "index"), _spread_pick),
     }
 )

@@ -1,4 +1,4 @@
-"""What is found of a graph's axes while its operations are read; see :mod:`stretto.graph.rules`."""
+"""What is known of a graph's axes while it is read, and how its operations' arguments are looked at."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ class Reading:
     Args:
         dims: node -> its dimensions; of a node that gives several tensors, those of each.
         contracted: nodes that add up over axes, and over which.
+        loss: the operations of the loss, where it is in the graph.
+        fed: the nodes whose values depend on those of the model's input.
     """
 
     axes: Axes = field(default_factory=Axes)
     dims: dict[fx.Node, Any] = field(default_factory=dict)
     contracted: dict[fx.Node, Dim] = field(default_factory=dict)
+    loss: frozenset[fx.Node] = frozenset()
+    fed: frozenset[fx.Node] = frozenset()
 
     def of(self, node: Any) -> Dims:
         """A tensor's dimensions."""

@@ -10,14 +10,21 @@ import torch
 from torch import fx
 
 from stretto.graph.axes import Dims, leaves, size
+from stretto.graph.classes import CLASSES
 from stretto.graph.reading import Found, Reading, _argument, _each, _name, _shape, _shapes, _tensors, _unknown
 from stretto.graph.spatial import RUNNING, SPATIAL, normalizes
 from stretto.graph.trace import Traced
 
 
-def read(traced: Traced) -> Reading:
-    """Goes through the graph once."""
-    found = Reading()
+def whole_output(unscored: str = "") -> str:
+    """Why the model's output is needed whole; ``unscored``: why the loss wasn't traced with it."""
+    return "it is in the model's output" + (f" ({unscored})" if unscored else "")
+
+
+def read(traced: Traced, output: str = "it is in the model's output") -> Reading:
+    """Goes through the graph once. ``output``: why what it gives is needed whole; empty: it isn't, as its parts are
+    gathered."""
+    found = Reading(loss=traced.loss or frozenset(), fed=_fed(traced))
     known: dict[str, Dims] = {}
     names = {**traced.parameters, **traced.buffers}
     used = {names.get(node.name) for node in traced.graph.graph.nodes if node.users}
@@ -34,10 +41,19 @@ def read(traced: Traced) -> Reading:
         elif node.op == "output":
             for value in _tensors(node.args):
                 for dims in _each(found.dims[value]):
-                    found.block(dims, "it is in the model's output")
+                    found.block(dims, output)
         else:
             found.dims[node] = found.axes.dims(_shape(node), f"{node.op} {node.target}")
     return found
+
+
+def _fed(traced: Traced) -> frozenset[fx.Node]:
+    """What depends on the model's input, and not on its shape alone."""
+    found: set[fx.Node] = set()
+    for node in traced.graph.graph.nodes:
+        if node.name in traced.arguments or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
 
 
 def _placeholder(found: Reading, node: fx.Node, traced: Traced) -> Dims:
@@ -207,18 +223,6 @@ def _attention(found: Reading, node: fx.Node) -> Dims:
     return (*query[:-1], value[-1])
 
 
-def _embedding(found: Reading, node: fx.Node) -> Dims:
-    weight, index = found.of(node.args[0]), found.of(node.args[1])
-    found.block_dim(weight[0], "an embedding looks its rows up")
-    return index + weight[1:]
-
-
-def _softmax(found: Reading, node: fx.Node) -> Dims:
-    dims = found.of(node.args[0])
-    found.block_dim(dims[int(_argument(node, 1, "dim"))], f"{_name(node)} runs over it")
-    return dims
-
-
 def _norm(found: Reading, node: fx.Node) -> Dims:
     dims = found.of(node.args[0])
     shape: Any = node.args[1]
@@ -229,17 +233,6 @@ def _norm(found: Reading, node: fx.Node) -> Dims:
         if isinstance(other, fx.Node):
             found.block(found.of(other), "a norm runs over it")
     return dims
-
-
-def _reduced(found: Reading, node: fx.Node) -> Dims:
-    """A sum, mean or extreme over some dimensions, which are needed whole."""
-    dims, keep = found.of(node.args[0]), bool(_argument(node, 2, "keepdim", False))
-    given = _argument(node, 1, "dim")
-    over = [given] if isinstance(given, int) else given or range(len(dims))  # none named: all
-    places = {place % max(1, len(dims)) for place in over}
-    for place in places:
-        found.block_dim(dims[place], f"{_name(node)} runs over it")
-    return tuple(() if place in places else dim for place, dim in enumerate(dims) if keep or place not in places)
 
 
 def _nothing(found: Reading, node: fx.Node) -> Dims:
@@ -256,9 +249,7 @@ _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyT
         **dict.fromkeys(("select", "slice", "narrow"), _along),
         **dict.fromkeys(("split", "chunk", "unbind", "split_with_sizes"), _parts),
         **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
-        **dict.fromkeys(("softmax", "log_softmax", "_softmax"), _softmax),
         **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
-        **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduced),
         **SPATIAL,
         **dict.fromkeys(("cat", "stack"), _cat),
         "permute": _permute,
@@ -268,7 +259,6 @@ _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyT
         "getitem": _getitem,
         "linear": _linear,
         "scaled_dot_product_attention": _attention,
-        "embedding": _embedding,
-        "_assert_tensor_metadata": _nothing,
+        **CLASSES,
     }
 )

@@ -151,7 +151,7 @@ def work_of(traced: Traced, trains: Mapping[str, bool], changing: Collection[str
         of_parameters |= {node} if parametric else set()
         of_arguments |= {node} if fed else set()
     free = frozenset(node for node in nodes if node not in work)
-    together = tuple(_together(tuple(work), work, written))
+    together = tuple([*_together(tuple(work), work, written), *_loss_last(traced, tuple(work))])
     return Work(traced, tuple(work), free, together, _carrying(traced, trains))
 
 
@@ -198,7 +198,8 @@ def _by_operation(work: Work, first: Stages) -> dict[fx.Node, int] | None:
     """Each operation where its like was: the same one, of the same module, called as often before. None where an
     operation has no like, or is called another number of times."""
     theirs: dict[object, list[int]] = {}
-    for node, stage in first.of.items():
+    loss = frozenset() if work.traced.scored else first.traced.loss or frozenset()
+    for node, stage in ((node, stage) for node, stage in first.of.items() if node not in loss):
         theirs.setdefault(_kind(node), []).append(stage)
     ours: dict[object, list[fx.Node]] = {}
     for node in work.nodes:
@@ -319,6 +320,13 @@ def _together(
         parts = [place[user] for user in node.users if user.target is operator.getitem and user in place]
         if parts:
             yield place[node], max(parts)
+
+
+def _loss_last(traced: Traced, work: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
+    """The loss belongs to the last stage, and with it the operation before it, so that no stage is the loss alone."""
+    first = next((place for place, node in enumerate(work) if node in (traced.loss or ())), 0)
+    if first:
+        yield first - 1, len(work) - 1
 
 
 def num_bytes_of(node: fx.Node) -> int:

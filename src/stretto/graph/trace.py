@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from enum import Enum
 from io import StringIO
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stretto.data import mapped
 from stretto.errors import Refused, one_line
-from stretto.graph.effects import written_in
+from stretto.graph.effects import schema_name, written_in
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Traced:
         constants: placeholder -> a tensor that is neither.
         arguments: placeholders of what forward was called with, flat, in order.
         mutated: buffers that forward changes, in the order in which the graph gives their new values, ahead of it.
-        output: the output, as a tree, with stand-ins for its tensors.
+        output: the output, as a tree, with stand-ins for its tensors: the model's, or the loss's terms.
+        loss: the operations of the loss, where it was traced with the model: then the arguments are those of forward
+            and the batch.
     """
 
     graph: fx.GraphModule
@@ -45,37 +47,81 @@ class Traced:
     arguments: tuple[str, ...]
     mutated: tuple[str, ...]
     output: Any
+    loss: frozenset[fx.Node] | None = None
 
-    def bound(self, held: Mapping[str, torch.Tensor], call: tuple[Any, Mapping[str, Any]]) -> list[Any]:
-        """What its placeholders stand for in a call, in order; ``held``: parameters and buffers, by name."""
+    @property
+    def scored(self) -> bool:
+        """Whether the loss is in it."""
+        return self.loss is not None
+
+    def bound(self, held: Mapping[str, torch.Tensor], given_with: Any) -> list[Any]:
+        """What its placeholders stand for in a call, in order.
+
+        Args:
+            held: parameters and buffers, by name.
+            given_with: arguments and keywords, and with the loss the batch.
+        """
         named = {**self.parameters, **self.buffers}
-        given = dict(zip(self.arguments, tensors_in((call[0], dict(call[1]))), strict=True))
+        given = dict(zip(self.arguments, tensors_in(given_with), strict=True))
         names = [node.name for node in self.graph.graph.nodes if node.op == "placeholder"]
         return [held[named[n]] if n in named else given.get(n, self.constants.get(n)) for n in names]
 
 
-def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Traced:
+@dataclass(frozen=True)
+class Scoring:
+    """What a training step does with the model's output: ``terms(output, batch)``, a tree of tensors."""
+
+    terms: Callable[[Any, Any], Any]
+    batch: Any
+
+
+Surround = Callable[[], AbstractContextManager[Any]]
+
+
+def trace(
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    scoring: Scoring | None = None,
+    surround: Surround = nullcontext,
+) -> Traced:
     """Traces ``module(*arguments, **keywords)`` in the mode (train or eval) that it is in.
+
+    Args:
+        scoring: what goes on from the output, where that is to be in the graph.
+        surround: what surrounds both; tensors that they are called with keep their types.
 
     Raises:
         Refused: what forward does depends on the data, or can't be traced.
     """
     mapped((arguments, dict(keywords)), _same, _check_given)
     outputs: list[Any] = []
-    drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
-    call = _Listed(module, (arguments, dict(keywords)), outputs.append)
+    call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring, surround)
     call.train(module.training)
+    fails = "the model can't be traced, so it can't be cut inside" if scoring is None else "the loss can't be traced"
+    drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
     try:
         program = _export(call)
     except Refused:
         raise
     except Exception as error:  # whatever the model does may fail in its own way
-        raise Refused(f"the model can't be traced, so it can't be cut inside: {_why(error)}") from error
+        raise Refused(f"{fails}: {_why(error)}") from error
+    if vague := next((node.name for node in program.graph.nodes if _is_vague(node.meta.get("val"))), None):
+        raise Refused(
+            f"{fails}: the shape of what {vague} gives depends on the numbers that it is given; use torch.where in "
+            "place of a mask as an index"
+        )
     if drawn != (random.getstate(), numpy.random.get_state()[1].tobytes()):  # type: ignore[index]
         raise Refused(
             "the model's forward draws random numbers from Python or NumPy, and a trace draws them only once; "
             "draw them from torch"
         )
+    _without_assertions(program.graph_module)
+    return _read(program, module, outputs[-1], scoring is not None)
+
+
+def _read(program: torch.export.ExportedProgram, module: nn.Module, output: Any, scored: bool) -> Traced:
+    """By the names that the tensors have in the model. Raises Refused where forward changes what it must not."""
     changed = {one.name for one in written_in(program.graph.nodes)}
     first = {id(tensor): name for name, tensor in reversed(_named(module))}
     every = {f"model.{name}": tensor for name, tensor in _named(module)}
@@ -105,8 +151,34 @@ def trace(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, 
         constants={key: program.constants[target] for key, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         arguments=tuple(flat),
         mutated=tuple(mutated),
-        output=outputs[-1],
+        output=output,
+        loss=_of_loss(program.graph) if scored else None,
     )
+
+
+def _without_assertions(graph: fx.GraphModule) -> None:
+    """Of types they would be wrong: in float64 a request for float32 is widened, and what was given in it is not."""
+    for node in list(graph.graph.nodes):
+        if schema_name(node) == "aten::_assert_tensor_metadata":
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _is_vague(value: Any) -> bool:
+    """Whether a value is, or has a shape, that only the numbers tell."""
+    if isinstance(value, torch.Tensor):
+        return not all(isinstance(size, int) for size in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _of_loss(graph: fx.Graph) -> frozenset[fx.Node]:
+    """What comes after the model's last operation."""
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            within = any(path == "model" for path, _ in node.meta.get("nn_module_stack", {}).values())
+            found = [] if within else [*found, node]
+    return frozenset(found)
 
 
 def _export(call: _Listed) -> torch.export.ExportedProgram:
@@ -133,24 +205,35 @@ def _why(error: Exception) -> str:
     places = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', text)
     where = f" ({Path(places[-1][0]).name}, line {places[-1][1]}: {places[-1][2].strip()})" if places else ""
     return (
-        f"what forward does, or a shape in it, depends on the numbers that it is given{where}; use torch.where in "
+        f"what is done, or a shape in it, depends on the numbers that it is given{where}; use torch.where in "
         "place of a branch"
     )
 
 
 class _Listed(nn.Module):
-    """A call of a model that takes the tensors of its arguments as a list and gives those of its output as one."""
+    """A call of a model that takes the tensors of its arguments as a list and gives those of its output as one.
 
-    def __init__(self, model: nn.Module, given: Any, note: Callable[[Any], None]) -> None:
+    With a loss it takes those of the batch too, and gives those of the loss's terms.
+    """
+
+    def __init__(
+        self, model: nn.Module, given: Any, note: Callable[[Any], None], scoring: Scoring | None, surround: Surround
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.given = given
+        self.model, self.surround = model, surround
+        self.terms = None if scoring is None else scoring.terms
+        # A tensor that the batch shares with the arguments is another placeholder here.
+        batch = () if scoring is None else (mapped(scoring.batch, torch.clone),)
+        self.given = (*given, *batch)
         self.note = note  # export takes back what a module sets on itself while it is traced
 
     def forward(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """The output's tensors; the tree around them is kept."""
-        arguments, keywords = filled(self.given, values)
-        output = self.model(*arguments, **keywords)
+        arguments, keywords, *batch = filled(self.given, values)
+        with self.surround():
+            output = self.model(*arguments, **keywords)
+            if self.terms is not None:
+                output = self.terms(output, *batch)
         mapped(output, _same, _check_returned)
         self.note(output)
         return list(tensors_in(output))

@@ -20,6 +20,7 @@ from stretto.comm.group import Group
 from stretto.comm.line import Line
 from stretto.comm.members import Members
 from stretto.graph.assignment import Assignment
+from stretto.graph.trace import Scoring
 from stretto.schedule import Schedule
 from stretto.state import Box, Part, Shares, Slice, StateSource, TensorSpec
 
@@ -105,10 +106,24 @@ class Example:
     Args:
         call: what the model is called with.
         loss: where backward would begin.
+        scoring: what the loss is made by, for a trace of both; None: it can't be.
+        why_not: the reason then.
     """
 
     call: Call
     loss: Callable[[Any], Roots]
+    scoring: Scoring | None = None
+    why_not: str = ""
+
+    def given(self, scored: bool) -> Any:
+        """See :func:`given_of`."""
+        return given_of(self.call, self.scoring.batch if self.scoring else None, scored)
+
+
+def given_of(call: Call, batch: Any, scored: bool) -> tuple[Any, ...]:
+    """What a trace is called with, as a tree: arguments and keywords, and with the loss the batch."""
+    arguments, keywords = call
+    return (arguments, dict(keywords), batch) if scored else (arguments, dict(keywords))
 
 
 @dataclass(frozen=True)
@@ -219,6 +234,7 @@ class Microbatch(Protocol):
     """One microbatch of a step, as a layout runs it."""
 
     ghost: bool  # it counts for nothing
+    samples: Any  # once it was asked for its call
 
     def call(self) -> Call:
         """What the model is called with; the first time, its samples are fetched."""
@@ -228,6 +244,9 @@ class Microbatch(Protocol):
 
     def loss(self, output: Any) -> Roots:
         """Where its backward begins."""
+
+    def roots(self, terms: Any) -> Roots:
+        """Likewise, where ``run`` has gone on to the terms of the loss."""
 
     def backward(self, roots: Roots) -> None:
         """Runs it."""

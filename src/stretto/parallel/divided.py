@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
@@ -27,23 +26,24 @@ from stretto.graph.rules import read
 from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
-from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks
+from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
 from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
-from stretto.parallel.inside import cut_inside, uncut
-from stretto.parallel.layout import CutBuffers, Placed, buffer_slices, export_places
+from stretto.parallel.inside import buffer_parts_of, cut_inside, give_parts, parts_of, uncut
+from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import Seconds, costs_of
-from stretto.parallel.pipeline import Execution
+from stretto.parallel.pipeline import Execution, Forwarded
 from stretto.parallel.program import Looker, Program
+from stretto.parallel.scored import trace_step, unseen
 from stretto.parallel.staged import Staged, stage
 from stretto.parallel.stretches import Repeating
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
-from stretto.state import Box, Part, Shares, Slice, TensorSpec, assign_owners, deal
+from stretto.state import Shares, Slice, assign_owners, deal
 
 _NOTHING: Final = torch.empty(0)
 
@@ -70,47 +70,60 @@ class Divided(Placed):
                 "own, which is traced, takes no weights of a lower type than its statistics. Use fp32, dp, or GroupNorm"
             )
         assert manner.example is not None
-        call = manner.example.call
-        with manner.surround():
-            traced = trace(self._whole.train(), *call)
-            self._check_trace(traced, template, types, manner)
-            cut = cut_inside(traced, template, ranks.tensor.size)
-            staged = self._staged(traced, template, manner)
+        self._surround = manner.surround
+        traced = self._trace(template, types, manner)
+        cut = cut_inside(traced, template, ranks.tensor.size, self._unscored)
+        staged = self._staged(traced, template, manner)
         stages = self._stages = staged.stages
         self.assignment, self._flow = staged.assignment, staged.flow
         self.notes = (*self.notes, *cut.notes, *staged.notes)
         self._users = stages.users
-        self._cuts = _parts(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
+        self._cuts = parts_of(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
         self._refuse_shared(types)
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
-        self._cut_buffers = _buffer_parts(cut, traced, self._whole, ranks.tensor.rank)
-        _replace(self.module, {**self._parts, **{name: part for name, (_, part) in self._cut_buffers.items()}})
+        self._cut_buffers = buffer_parts_of(cut, traced, self._whole, ranks.tensor.rank)
+        give_parts(self.module, {**self._parts, **{name: part for name, (_, part) in self._cut_buffers.items()}})
         self._places = self._offloaded.places(self._settle(template))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
         self.schedule = self._order if plan.line > 1 else None
         self._repeating = _repeating(self._order, manner, self._offloaded.activations)
-        self._programs[_key(True, call)] = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
+        program = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
+        self._programs[_key(True, manner.example.given(traced.scored))] = program
         self._forwards = _forward_only(self._flow)
         self._open_line()
         self.module.forward = self._forward(self.module.forward)
 
-    def _check_trace(
-        self, traced: Traced, template: Template, types: Mapping[str, torch.dtype], manner: Manner
-    ) -> None:
-        """By one rank, for all. Raises Refused where the graph computes something else than the model."""
-        assert manner.example is not None
-        group, said = self.ranks.everyone, ("", "")
-        if group.rank == 0:
-            copy = template.build(group.device, types)
-            said = unlike(traced, copy, template.structure, manner.example, free_bytes(group.device))
-        why, note = group.broadcast_json(said)
-        if why:
+    def _trace(self, template: Template, types: Mapping[str, torch.dtype], manner: Manner) -> Traced:
+        """What training runs. Raises Refused where the graph computes something else than the model."""
+        example, group = manner.example, self.ranks.everyone
+        assert example is not None
+
+        def differs(traced: Traced) -> str:
+            said = ("", "")
+            if group.rank == 0:  # for all
+                copy = template.build(group.device, types)
+                with manner.surround():
+                    said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
+            why, note = group.broadcast_json(said)
+            self.notes = (*self.notes, *([note] if note else []))
+            return str(why)
+
+        module, self._scored, self._unscored = self._whole.train(), None, ""
+        if self.ranks.tensor.size > 1:
+            traced, self._unscored = trace_step(module, example, self._plan.line, differs, manner.surround)
+            if traced.scored:
+                self._scored = example.scoring
+                return traced
+            self.notes = (*self.notes, f"tp leaves what gives the model's output whole on each rank: {self._unscored}")
+        else:
+            traced = trace(module, *example.call, surround=manner.surround)
+        if why := differs(traced):
             raise Refused(f"plan {self._plan}: {why}")
-        self.notes = (*self.notes, *([note] if note else []))
+        return traced
 
     def _open_line(self) -> None:
         """Room for what stages send: of one microbatch all that passes, for as many as a rank may be ahead."""
@@ -129,7 +142,10 @@ class Divided(Placed):
         assert example is not None
 
         def measure(work: Work) -> list[Seconds]:
-            found = costs_of(work, self._whole, template.structure, example) if everyone.rank == 0 else None
+            found = None
+            if everyone.rank == 0:
+                with manner.surround():
+                    found = costs_of(work, self._whole, template.structure, example)
             return [(forward, backward) for forward, backward in everyone.broadcast_json(found)]
 
         return stage(traced, self._trains, self._plan, measure, manner.assignment, template.layout)
@@ -232,15 +248,21 @@ class Divided(Placed):
 
         return forward
 
-    def _of(self, call: Call) -> Program:
+    def _of(self, microbatch: Forwarded) -> Program:
         """For another mode or other shapes: the same cut of the same parameters."""
-        key = _key(self.module.training, call)
+        call = microbatch.call()
+        batch = microbatch.samples
+        scoring = None if self._scored is None or batch is None else replace(self._scored, batch=batch)
+        key = _key(self.module.training, given_of(call, batch, scoring is not None))
         if key not in self._programs:
-            with torch.enable_grad():  # in the precision that surrounds every forward
-                traced = trace(self._whole.train(self.module.training), *call)
+            if scoring is not None and (why := unseen(scoring.batch)):
+                raise Refused(f"plan {self._plan}: {why}; in earlier batches it was a tensor")
+            with torch.enable_grad():
+                traced = trace(self._whole.train(self.module.training), *call, scoring, self._surround)
             size = self.ranks.tensor.size
             parts = {**self._cuts, **{name: part for name, (_, part) in self._cut_buffers.items()}}
-            cut = follow_cut(read(traced), traced, parts, size) if size > 1 else uncut()
+            # What the model gives alone is gathered from the ranks.
+            cut = follow_cut(read(traced, output=""), traced, parts, size) if size > 1 else uncut()
             stages = stages_like(work_of(traced, self._trains, self._changes), self._stages)
             self._programs[key] = self._program(stages, cut)
         return self._programs[key]
@@ -296,6 +318,8 @@ class Divided(Placed):
 class _Once:
     """A batch that runs forward alone."""
 
+    samples = None
+
     def __init__(self, call: Call) -> None:
         self._call = call
 
@@ -335,46 +359,7 @@ def _forward_only(flow: Flow) -> Schedule:
     return Schedule("forward", flow, 1, tuple(lists))
 
 
-def _key(training: bool, call: Call) -> Any:
+def _key(training: bool, given: tuple[Any, ...]) -> Any:
     """What a trace holds for: the mode, the shapes, and every number that isn't in a tensor."""
-    arguments, keywords = call
-    given = (arguments, dict(keywords))
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
     return training, shapes, repr(mapped(given, lambda _: _NOTHING))
-
-
-def _parts(cut: Cut, traced: Traced, template: Template, rank: int) -> dict[str, Part]:
-    whole = {name: Part((Box.whole(spec.shape),)) for name, spec in template.specs.items()}
-    if not cut.axes:
-        return whole
-    nodes = {traced.parameters[n.name]: n for n in traced.graph.graph.nodes if n.name in traced.parameters}
-    return {**whole, **{name: cut.part(cut.reading.of(node), rank) for name, node in nodes.items()}}
-
-
-def _buffer_parts(cut: Cut, traced: Traced, module: nn.Module, rank: int) -> CutBuffers:
-    nodes = {traced.buffers[n.name]: n for n in traced.graph.graph.nodes if n.name in traced.buffers}
-    parts = {name: cut.part(cut.reading.of(node), rank) for name, node in nodes.items()} if cut.axes else {}
-    specs = {name: TensorSpec.of(name, buffer) for name, buffer in module.named_buffers()}
-    return {name: (specs[name], part) for name, part in parts.items() if part.cut}
-
-
-def _replace(module: nn.Module, parts: Mapping[str, Part]) -> None:
-    """Gives the module parameters and buffers of a rank's shapes, tied ones still tied; of other buffers it has all."""
-    made: dict[int, nn.Parameter] = {}
-    buffers = {
-        id(buffer): torch.empty(parts[name].shape, dtype=buffer.dtype, device=buffer.device)
-        for name, buffer in module.named_buffers()
-        if name in parts
-    }
-    for name, parameter in module.named_parameters():
-        if tuple(parameter.shape) == parts[name].shape:
-            made[id(parameter)] = parameter
-            continue
-        empty = torch.empty(parts[name].shape, dtype=parameter.dtype, device=parameter.device)
-        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    for owner in module.modules():
-        for key, whole in owner._parameters.items():
-            if whole is not None:
-                owner._parameters[key] = made[id(whole)]
-        for key, one in owner._buffers.items():
-            owner._buffers[key] = one if one is None else buffers.get(id(one), one)

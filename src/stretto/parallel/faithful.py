@@ -18,13 +18,20 @@ from torch import fx, nn
 from stretto.data import Generators
 from stretto.errors import one_line
 from stretto.graph.trace import Traced, filled, tensors_in
-from stretto.parallel._base import Example
+from stretto.parallel._base import Example, Roots
 
 NEEDED: Final = 4  # times the parameters: the model's, copies of them, gradients, and something for activations
 # Of the largest: far over rounding, and far under what a hook or a backward of one's own is there for.
 TOLERANCES: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-3})
 COARSE: Final = 0.1
 _START: Final = "the model can't be cut, as a trace of it computes something else: "
+_LOSS: Final = "a trace of the model and its loss computes something else: "
+
+
+def roots_of(terms: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Roots:
+    """Where backward of the terms of a loss begins."""
+    totals = [total for total, _ in terms.values() if total.requires_grad]
+    return totals, [torch.ones_like(total) for total in totals]
 
 
 @dataclass(frozen=True)
@@ -71,31 +78,35 @@ class _Both:
 
     def compare(self) -> str:
         """What differs, or nothing."""
-        arguments, keywords = self._example.call
-        once = self._run(lambda: self._module(*arguments, **keywords), backward=False)
-        again = self._run(lambda: self._module(*arguments, **keywords))
+        why = self._compare()
+        start = _LOSS if self._traced.scored else _START
+        return f"{start}{why}" if why else ""
+
+    def _compare(self) -> str:
+        once = self._run(self._model, backward=False)
+        again = self._run(self._model)
         if self._apart(once.output, again.output):
             return (
-                f"{_START}called again, with the same weights, buffers and seeds, it gives something else. Its forward "
+                "called again, with the same weights, buffers and seeds, it gives something else. Its forward "
                 "keeps something from call to call, such as a count, and a trace has one call; keep it in a buffer"
             )
         try:
             graph = self._run(self._graph)
         except Exception as error:
-            return f"{_START}its graph fails where the model runs: {one_line(error)}"
+            return f"its graph fails where the model runs: {one_line(error)}"
         return self._differs(again, graph)
 
     def _differs(self, model: _Ran, graph: _Ran) -> str:
         if self._apart(model.output, graph.output):
-            return f"{_START}the output differs. It must depend on forward's arguments, weights and buffers alone"
+            return "the output differs. It must depend on forward's arguments, weights and buffers alone"
         for name, buffer in model.buffers.items():
             if self._apart([buffer], [graph.buffers[name]]):
-                return f"{_START}the buffer {name} is another after a forward; change it by torch's operations alone"
+                return f"the buffer {name} is another after a forward; change it by torch's operations alone"
         least = 1e-6 * max(map(_largest, model.gradients.values()), default=0.0)
         for name, gradient in model.gradients.items():
             if self._apart([gradient], [graph.gradients[name]], least):
                 return (
-                    f"{_START}the gradient of {name} differs. The model has a backward of its own (autograd.Function, "
+                    f"the gradient of {name} differs. The model has a backward of its own (autograd.Function, "
                     "torch.utils.checkpoint with use_reentrant=True) or a hook on gradients; write it as operations "
                     "that torch differentiates, or use dp with zero"
                 )
@@ -110,7 +121,7 @@ class _Both:
         with torch.set_grad_enabled(backward):
             output = forward()
             if backward:
-                roots, weights = self._example.loss(output)
+                roots, weights = roots_of(output) if self._traced.scored else self._example.loss(output)
                 if roots:
                     torch.autograd.backward(roots, weights)
         return _Ran(
@@ -123,10 +134,15 @@ class _Both:
             },
         )
 
+    def _model(self) -> Any:
+        arguments, keywords = self._example.call
+        output, scoring = self._module(*arguments, **keywords), self._example.scoring
+        return scoring.terms(output, scoring.batch) if self._traced.scored and scoring else output
+
     def _graph(self) -> Any:
         traced = self._traced
         held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        found = fx.Interpreter(traced.graph).run(*traced.bound(held, self._example.call))
+        found = fx.Interpreter(traced.graph).run(*traced.bound(held, self._example.given(traced.scored)))
         with torch.no_grad():
             for name, value in zip(traced.mutated, found, strict=False):
                 held[name].copy_(value)

@@ -57,7 +57,7 @@ class _Clock(fx.Interpreter):
 
     def run(self) -> None:  # type: ignore[override]
         """Fills ``seconds``."""
-        values = self._work.traced.bound(self._held, self._example.call)
+        values = self._work.traced.bound(self._held, self._example.given(self._work.traced.scored))
         self._found = super().run(*values)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -82,7 +82,9 @@ class _Clock(fx.Interpreter):
         return torch.utils._pytree.tree_map(_plain, value)
 
     def loss(self, example: Example) -> Seconds:
-        """Of the loss."""
+        """Of the loss, where it isn't in the graph."""
+        if self._work.traced.scored:
+            return 0.0, 0.0
         changed = len(self._work.traced.mutated)
         values: Any = [None if one is None else _leaf(one, one.is_floating_point()) for one in self._found[changed:]]
 

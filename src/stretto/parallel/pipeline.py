@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.comm.line import Line, Sending
 from stretto.graph.trace import tensors_in
-from stretto.parallel._base import Around, Call, Microbatch, Roots
+from stretto.parallel._base import Around, Call, Microbatch, Roots, given_of
 from stretto.parallel.deferred import Deferred, work_off
 from stretto.parallel.program import Looker, Program, Result
 from stretto.schedule import Action, Kind, Schedule
@@ -55,6 +55,8 @@ class Message:
 class Forwarded(Protocol):
     """One microbatch, as far as forward goes."""
 
+    samples: Any  # its batch, once it was asked for its call; None where there is no loss
+
     def call(self) -> Call:
         """What the model is called with."""
 
@@ -84,7 +86,7 @@ class Execution:
 
     Args:
         line: the ranks of the pipeline, in order.
-        program: of a call.
+        program: of a microbatch.
         microbatches: as many as the schedule has.
         around: surrounds each backward; None: forward alone.
         deferred: takes weight gradients that a schedule puts off.
@@ -96,7 +98,7 @@ class Execution:
         self,
         schedule: Schedule,
         line: Line,
-        program: Callable[[Call], Program],
+        program: Callable[[Forwarded], Program],
         microbatches: Sequence[Forwarded],
         around: Around | None = None,
         deferred: Deferred | None = None,
@@ -139,6 +141,7 @@ class Execution:
     def _forward(self, action: Action) -> None:
         stage, at = action.stage, action.microbatch
         microbatch, program = self._microbatches[at], self._of(at)
+        traced = program.stages.traced
         arrived: dict[fx.Node, torch.Tensor] = {}
         slots: dict[fx.Node, torch.Tensor] = {}
         state: torch.Tensor | None = None
@@ -156,7 +159,7 @@ class Execution:
         results: list[Result] = []
 
         def run(*arguments: Any, **keywords: Any) -> Any:
-            given = list(tensors_in((arguments, keywords)))
+            given = list(tensors_in(given_of((arguments, keywords), microbatch.samples, traced.scored)))
             if self._looker is not None:
                 self._looker.enter(stage, at, program, given)
             if state is not None:
@@ -167,7 +170,10 @@ class Execution:
         last = stage == program.stages.count - 1
         with microbatch.span("forward", stage), self._saving():
             output = microbatch.forward(run)
-            roots = cast(Microbatch, microbatch).loss(output) if last and self._around is not None else None
+            roots = None
+            if last and self._around is not None:
+                counted = cast(Microbatch, microbatch)
+                roots = counted.roots(output) if traced.scored else counted.loss(output)
         for to in self._targets(program, stage):
             nodes = program.stages.incoming[to].get(stage, ())
             leaving = [results[0].leaving[node].detach().permute(program.shapes[node].order) for node in nodes]
@@ -227,7 +233,7 @@ class Execution:
 
     def _of(self, microbatch: int) -> Program:
         if microbatch not in self._programs:
-            self._programs[microbatch] = self._program(self._microbatches[microbatch].call())
+            self._programs[microbatch] = self._program(self._microbatches[microbatch])
         return self._programs[microbatch]
 
     @staticmethod

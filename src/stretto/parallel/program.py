@@ -12,13 +12,14 @@ from torch import fx, nn
 
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
-from stretto.graph.localize import DROP, ENTER, LEAVE, NORM, WHOLE, Localizer, Portion
+from stretto.graph.localize import NORM, WHOLE, Localizer, Portion
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
 from stretto.parallel.again import Several, Told
 from stretto.parallel.batchnorm import GlobalBatchNorm, NormOfAll
 from stretto.parallel.deferred import Deferred, defer
-from stretto.parallel.messages import Drop, Enter, Heard, Leave
+from stretto.parallel.messages import Heard
+from stretto.parallel.spread import modules_of
 from stretto.parallel.stretches import Repeating, RunGraph, Stretches, plainly
 
 
@@ -59,7 +60,7 @@ class Result:
 
     Args:
         leaving: values that other stages need, by node.
-        output: the model's, of the last stage.
+        output: of the last stage, the model's, or the loss's terms.
     """
 
     leaving: Mapping[fx.Node, torch.Tensor]
@@ -117,7 +118,7 @@ class Portioned:
     def run(
         self, given: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], looker: Looker | None = None
     ) -> Result:
-        """``given``: the tensors of the model's arguments; ``arriving``: what other stages sent, in order."""
+        """``given``: the tensors that the graph is called with; ``arriving``: what other stages sent, in order."""
         bound = [given[one] if isinstance(one, int) else one for one in self._bound]
         run: RunGraph = plainly
         if looker is not None:
@@ -181,7 +182,7 @@ class Program:
         localizer = Localizer(stages, cut, tensor.rank)
         heard = Heard()
         keeps = heard if repeating is not None and repeating.how == "selective" else None
-        modules: dict[str, nn.Module] = {ENTER: Enter(tensor), LEAVE: Leave(tensor, keeps), DROP: Drop()}
+        modules = modules_of(tensor, keeps)
         told: Told = heard
         if norm is not None:
             modules[NORM], told = NormOfAll(norm), Several((norm, heard))

@@ -105,7 +105,7 @@ class Locator:
         seen = Sighting(
             place=self._order[node],
             kind="parameter" if name else "arrived" if arrived else "made",
-            name=name or module_of(node),
+            name=name or ("loss()" if node in (traced.loss or ()) else module_of(node)),
             operation="" if name else operation_of(node),
             microbatch=microbatch,
             by=rel,

@@ -82,6 +82,11 @@ from stretto.testing.faults.updates import (
     shares_not_gathered,
     stale_shard,
 )
+from stretto.testing.faults.vocabulary import (
+    exponentials_of_own_classes,
+    rows_of_other_ranks_not_zero,
+    target_counted_on_every_rank,
+)
 
 __all__ = [
     "another_ranks_heads",
@@ -95,6 +100,7 @@ __all__ = [
     "dropout_of_a_part_draws_its_own",
     "dropped_reduction",
     "dropped_shard_reduction",
+    "exponentials_of_own_classes",
     "generator_not_handed_on",
     "ghost_in_batch_statistics",
     "gradient_of_a_tower_twice",
@@ -129,6 +135,7 @@ __all__ = [
     "reduction_of_one_stage_dropped",
     "repeated_samples",
     "replicas_not_added",
+    "rows_of_other_ranks_not_zero",
     "running_statistics_of_other_channels",
     "samples_counted_on_each_rank",
     "scale_halved_alone",
@@ -139,6 +146,7 @@ __all__ = [
     "stale_shard",
     "statistics_moved_twice",
     "sums_in_low_precision",
+    "target_counted_on_every_rank",
     "term_divided_by_anothers_weight",
     "tied_gradient_of_one_stage",
     "tied_weight_counted_twice",
