@@ -137,7 +137,7 @@ def test_a_users_mistake_is_one_line(launcher: LocalLauncher, tmp_path: Path) ->
 
 
 def test_the_report_has_the_promised_fields(launcher: LocalLauncher) -> None:
-    report = prove(launcher, "lstm", ("dp=2", "tp=2"), {}, plant="stretto.testing.faults:wrong_divisor")
+    report = prove(launcher, "lstm", ("dp=2", "tp=14"), {}, plant="stretto.testing.faults:wrong_divisor")
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert set(found) == {"passed", "dtype", "plans"} and found["passed"] is False
     fields = {"plan", "status", "reason", "steps", *FIGURES, "left_out", "first_divergence"}

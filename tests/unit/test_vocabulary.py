@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ from torch import Tensor, nn
 from stretto.comm.members import Broken, Members
 from stretto.graph.cut import plan_cut, report
 from stretto.graph.rules import read, whole_output
+from stretto.graph.stages import work_of
 from stretto.graph.trace import Scoring, trace
+from stretto.parallel import Example
+from stretto.parallel.faithful import unlike
 from stretto.parallel.scored import unseen
 from stretto.parallel.spread import CrossEntropy, Rows, places_of
+from stretto.precision import computing
 
 ALONE = Members(0, 1, torch.device("cpu"), None, Broken())
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +76,19 @@ def test_without_the_loss_the_head_is_whole_and_the_reason_is_told() -> None:
 )
 def test_what_has_no_rule_leaves_the_head_whole(terms: Any, why: str) -> None:
     assert why in said(task().model(), torch.randint(0, 13, (2, 5)), terms)["head.weight"]
+
+
+def example() -> dict[str, Tensor]:
+    return {"next": torch.randint(0, 13, (2, 5))}
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(torch.float32).sin().to(x.dtype))
 
 
 class Positions(nn.Module):
@@ -129,6 +148,35 @@ def test_cross_entropy_is_torch_s(
         loss.nan_to_num().sum().backward()
     assert kept is not None and x.grad is not None
     torch.testing.assert_close(kept, x.grad, rtol=1e-13, atol=1e-13, equal_nan=True)
+
+
+def test_no_stage_begins_inside_the_loss_and_none_is_the_loss_alone() -> None:
+    words, model = task(), task().model()
+    traced = trace(model, (torch.randint(0, 13, (2, 5)),), {}, Scoring(lambda o, b: words.loss(o, b), example()))
+    work = work_of(traced, {name: True for name, _ in model.named_parameters()})
+    assert not any(work.nodes[place] in (traced.loss or ()) for place in work.edges)
+    assert str(work.nodes[max(work.edges)]) == "linear_2", "the head and the loss are one stage at least"
+
+
+def test_in_float64_a_batch_keeps_its_types_and_requests_are_widened() -> None:
+    """A float32 weight of the batch is float32 for the loss, and a norm's cast to float32 doesn't round."""
+    model = Narrow().double()
+    x, batch = torch.randn(3, 4, dtype=torch.float64), {"weights": torch.rand(3, 5)}
+    seen: list[torch.dtype] = []
+
+    def terms(output: Tensor, given: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        seen.append(given["weights"].dtype)
+        return {"loss": ((output * given["weights"].to(output.dtype)).sum(), given["weights"].sum())}
+
+    surround = partial(computing, "fp64")
+    scoring = Scoring(terms, batch)
+    traced = trace(model, (x,), {}, scoring, surround)
+    assert set(seen) == {torch.float32}
+    casts = [node for node in traced.graph.graph.nodes if "float32" in str(node.args) or "_to_copy" in str(node.target)]
+    assert all(node.meta["val"].dtype is torch.float64 for node in casts)
+    with surround():
+        example = Example(((x,), {}), lambda output: ([output.sum()], [torch.ones(())]), scoring)
+        assert unlike(traced, copy.deepcopy(model), model, example, None) == ("", "")
 
 
 def test_what_a_trace_would_take_for_a_constant_is_named() -> None:

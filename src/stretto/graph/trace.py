@@ -222,9 +222,7 @@ class _Listed(nn.Module):
         super().__init__()
         self.model, self.surround = model, surround
         self.terms = None if scoring is None else scoring.terms
-        # A tensor that the batch shares with the arguments is another placeholder here.
-        batch = () if scoring is None else (mapped(scoring.batch, torch.clone),)
-        self.given = (*given, *batch)
+        self.given = given if scoring is None else (*given, scoring.batch)
         self.note = note  # export takes back what a module sets on itself while it is traced
 
     def forward(self, values: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -102,7 +102,6 @@ class CrossEntropy(nn.Module):
         counted = target != ignored
         named = torch.where(counted, target, 0)
         places, inside = places_of(named, pieces, size)
-        inside &= counted
         if raw:
             total, picked = _ClassesFunction.apply(x, places, inside, dim, self._members)  # type: ignore[no-untyped-call]
         else:
