@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torch.distributed import pipelining
 from stretto.assemble import assemble, build_template
 from stretto.comm.group import Group
 from stretto.data import Feeder, Position, Sampler
+from stretto.graph.assignment import Assignment
 from stretto.machinery import Machinery
 from stretto.observe import Lanes
 from stretto.parallel.divided import Divided
@@ -60,11 +61,11 @@ LOSS_TOLERANCE = 1e-4
 class Ours:
     """A step of stretto's engine, as a run makes it."""
 
-    def __init__(self, task: Task, plan: str, group: Group, starts: Sequence[int] | None = None) -> None:
+    def __init__(self, task: Task, plan: str, group: Group, cut: Assignment | None = None) -> None:
         parsed = Plan.parse(plan)
         dataset = task.data()["train"]
         self.on: Machinery = assemble(
-            task, parsed, build_template(task), group, dataset=dataset, starts=starts
+            task, parsed, build_template(task), group, dataset=dataset, assignment=cut
         )
         feeder = Feeder(dataset, task.collate, task.recipe.seed)
         self.stepper = Stepper(task, parsed, feeder, self.on)

@@ -36,6 +36,7 @@ class Over(Group):
     def __init__(self, whole: Group, process_group: Any) -> None:
         ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         Members.__init__(self, *ranks, whole.device, process_group, Broken())
+        self.transport, self._made, self._sockets, self._shared = "", [process_group], {}, []
 
 
 def arms(group: Group) -> dict[str, Callable[[], None]]:

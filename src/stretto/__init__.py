@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from stretto import losses as losses
     from stretto.cluster import Cluster as Cluster
     from stretto.errors import UserError as UserError
+    from stretto.layout import Layout as Layout
     from stretto.plan import Plan as Plan
     from stretto.recipe import Recipe as Recipe
     from stretto.run import Run as Run
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _EXPORTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "Cluster": "stretto.cluster:Cluster",
+        "Layout": "stretto.layout:Layout",
         "Params": "stretto.task:Params",
         "Plan": "stretto.plan:Plan",
         "Recipe": "stretto.recipe:Recipe",

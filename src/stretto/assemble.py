@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from stretto.checkpoint import Checkpoint
 from stretto.comm.group import Group
 from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_feeders, seed_everything, to_device
 from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
+from stretto.graph.assignment import Assignment
 from stretto.graph.trace import Scoring
 from stretto.machinery import Machinery
 from stretto.observe import free_bytes
@@ -42,7 +42,7 @@ def build_template(task: Task) -> Template:
         module = task.model()
         refuse_overlaps(module)  # a cast would part them
         changed = retyped(module, task.recipe.precision)
-        return Template(cast_model(module, task.recipe.precision), changed)
+        return Template(cast_model(module, task.recipe.precision), changed, task.layout())
     finally:
         before.restore()
 
@@ -86,7 +86,7 @@ def needs_whole_tensors(task: Task, plan: Plan, forced: bool = False) -> bool:
     Raises:
         Refused: it looks further than ``plan`` leaves it, and the user has not ``forced`` the plan.
     """
-    if (plan.zero == 0 or plan.dp == 1) and plan.tp * plan.pp == 1:
+    if (plan.zero == 0 or plan.dp == 1) and not plan.traced:
         return False
     try:
         reach = optimizer_reach(task.optimizer)
@@ -106,33 +106,28 @@ def assemble(
     source: StateSource | None = None,
     forced: bool = False,
     dataset: Any = None,
-    starts: Sequence[int] | None = None,
+    assignment: Assignment | None = None,
 ) -> Machinery:
     """Lays the template out over ``group`` and fills it from ``source`` (default: the template's first values).
 
     Every rank of the group must call it. Optimizer state is not read here: :meth:`BoundOptimizer.import_state` does.
     ``dataset`` gives samples for an example, where the plan wants the model traced; by default the task's own.
-    ``starts``: where stages begin, for the same ones as another machinery had; by default that is measured.
+    ``assignment``: the stages, for the same ones as another machinery had; by default that is measured.
     ``forced``: the user trains on knowing that the plan changes the numbers.
     """
     whole_tensors = needs_whole_tensors(task, plan, forced)
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, why = _may_reduce_once(template, plan, group)
-    if plan.tp * plan.pp > 1 and task.recipe.precision == "bf16-autocast":
+    if plan.traced and task.recipe.precision == "bf16-autocast":
         raise Refused(
             f"plan {plan}: precision=bf16-autocast chooses types while forward runs, which a traced model no longer "
             "does; use bf16, fp32 or fp64"
         )
-    if plan.tp > 1 and task.recipe.precision not in ("fp32", "fp64"):
-        raise Refused(
-            f"plan {plan}: precision={task.recipe.precision} rounds each rank's part of a sum before it is added up; "
-            "how far that is from one device is not stated yet, so tp takes fp32 and fp64"
-        )
-    example = example_of(task, plan, template, dataset) if plan.tp * plan.pp > 1 else None
+    example = example_of(task, plan, template, dataset) if plan.traced else None
     surround = partial(computing, task.recipe.precision, group.device.type)
     lower = compute if narrow else torch.float32
-    manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example, starts)
+    manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example, assignment)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied)

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
 
 from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
-from stretto.graph.balance import balanced
-from stretto.graph.cut import Cut, plan_cut, report
-from stretto.graph.reading import Reading
+from stretto.graph.cut import Cut, report
 from stretto.graph.regions import find_regions
-from stretto.graph.rules import read, whole_output
-from stretto.graph.stages import Stages, Work, stages_at, work_of
+from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
 from stretto.graph.trace import Surround, Traced, trace
 from stretto.observe import free_bytes
 from stretto.parallel import Example, Template
 from stretto.parallel.apply import check
 from stretto.parallel.faithful import unlike
+from stretto.parallel.inside import cut_inside
 from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.scored import trace_step
+from stretto.parallel.staged import Staged, stage
 from stretto.plan import Plan
 from stretto.precision import computing
-from stretto.schedule import Costs, Flow, Timeline, build_schedule, simulate
+from stretto.schedule import Costs, Timeline, build_schedule, simulate
 from stretto.task import Task
 
 
@@ -55,10 +54,10 @@ class Row:
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of a pipeline.
+    """One stage of the model.
 
     Args:
-        rank: of the pipeline.
+        rank: its place on ``pp`` or ``branch``.
         first: the module where it begins; ``last``: where it ends.
         elements: of the parameters that a rank of it holds.
         forward_seconds: of one microbatch, measured here; likewise ``backward_seconds``.
@@ -77,13 +76,14 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Explained:
-    """What there is to say of a plan; ``timeline``: a step of its pipeline by arithmetic, where it has one."""
+    """What there is to say of a plan; ``timeline``: a step of its stages by arithmetic, where it has several."""
 
     plan: str
     features: tuple[Feature, ...]
     parameters: tuple[Row, ...]
     stages: tuple[StageRow, ...] = ()
     timeline: Timeline | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -92,6 +92,7 @@ class Explained:
             "features": [asdict(feature) for feature in self.features],
             "parameters": [asdict(row) for row in self.parameters],
             "stages": [asdict(row) for row in self.stages],
+            "notes": list(self.notes),
         }
         if self.timeline is not None:
             found |= {"step_seconds": self.timeline.seconds, "bubble": self.timeline.bubble}
@@ -106,28 +107,28 @@ def explain(task: Task, plan: Plan) -> Explained:
     """
     template = build_template(task)
     check(template, plan)
-    if plan.tp * plan.pp == 1:
+    if not plan.traced:
         rows = [Row(name, spec.shape, 1.0, (), "whole") for name, spec in template.specs.items()]
         return Explained(str(plan), features_of(plan), tuple(rows))
     example = example_of(task, plan, template, None)
     surround = partial(computing, task.recipe.precision)
-    traced, why = _trace(template, example, plan, surround)
-    work, count = work_of(traced, template.trainable), plan.num_stages
-    with surround():
-        costs = costs_of(work, template.structure, template.structure, example) if count > 1 else []
-    edges, sums = work.edges, [sum(both) for both in costs]
-    starts = balanced(sums, edges, work.crossing_bytes(), count) if count > 1 else ()
-    stages = stages_at(work, starts)
-    cut = plan_cut(read(traced, whole_output(why)), traced, plan.tp) if plan.tp > 1 else Cut(Reading(), frozenset(), 1)
-    rows = _parameters(template, traced, cut, stages, plan)
+
+    def measure(work: Work) -> list[Seconds]:
+        with surround():
+            return costs_of(work, template.structure, template.structure, example)
+
+    traced, unscored = _trace(template, example, plan, surround)
+    staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
+    cut = cut_inside(traced, template, plan.tp, unscored)
+    rows = _parameters(template, traced, cut, staged.stages, plan)
     features = features_of(plan, find_regions(cut, traced).why if plan.sequence else "")
-    if plan.pp == 1:
-        return Explained(str(plan), features, tuple(rows))
-    described = _stages(work, stages, starts, costs, rows, plan)
-    flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
+    if plan.line == 1:
+        return Explained(str(plan), features, tuple(rows), notes=cut.notes)
+    described = _stages(staged, staged.costs or measure(staged.work), rows)
     seconds = tuple(row.forward_seconds for row in described), tuple(row.backward_seconds for row in described)
-    step = simulate(build_schedule(plan.schedule, flow, plan.microbatches), Costs(*seconds, (0.5,) * count))
-    return Explained(str(plan), features, tuple(rows), tuple(described), step)
+    costs = Costs(*seconds, (0.5,) * len(described))
+    step = simulate(build_schedule(plan.schedule, staged.flow, plan.microbatches), costs)
+    return Explained(str(plan), features, tuple(rows), tuple(described), step, (*cut.notes, *staged.notes))
 
 
 def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:
@@ -141,7 +142,7 @@ def _trace(template: Template, example: Example, plan: Plan, surround: Surround)
         with surround():
             return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
 
-    return trace_step(module, example, plan.num_stages, differs, surround)
+    return trace_step(module, example, plan.line, differs, surround)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:
@@ -158,33 +159,18 @@ def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, pl
     return rows
 
 
-def _stages(
-    work: Work, stages: Stages, starts: tuple[int, ...], costs: list[Seconds], rows: list[Row], plan: Plan
-) -> list[StageRow]:
-    edges = [0, *starts, len(work.nodes)]
-    found = []
-    for stage in range(stages.count):
-        own = work.nodes[edges[stage] : edges[stage + 1]]
-        taken = costs[edges[stage] : edges[stage + 1]]
+def _stages(staged: Staged, costs: Sequence[Seconds], rows: list[Row]) -> list[StageRow]:
+    stages, found = staged.stages, []
+    for number, rank in enumerate(staged.assignment.ranks):
+        places = [place for place, at in enumerate(staged.assignment.stages) if at == number]
         sends = {
-            to: sum(_num_bytes(node) for node in sources[stage])
+            to: sum(num_bytes_of(node) for node in sources[number])
             for to, sources in enumerate(stages.incoming)
-            if stage in sources
+            if number in sources
         }
-        elements = sum(round(row.numel * row.share) for row in rows if stage in row.stages)
-        forward, backward = (sum(both[at] for both in taken) for at in (0, 1))
-        names = [name for name in map(_module, own) if name]
+        elements = sum(round(row.numel * row.share) for row in rows if number in row.stages)
+        forward, backward = (sum(costs[place][at] for place in places) for at in (0, 1))
+        names = [name for name in (module_of(staged.work.nodes[place]) for place in places) if name]
         first, last = (names[0], names[-1]) if names else ("", "")
-        found.append(StageRow(stage, stage % plan.pp, first, last, elements, forward, backward, sends))
+        found.append(StageRow(number, rank, first, last, elements, forward, backward, sends))
     return found
-
-
-def _module(node: fx.Node) -> str:
-    """The module that an operation belongs to."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
-
-
-def _num_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())

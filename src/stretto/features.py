@@ -37,7 +37,12 @@ def features_of(plan: Plan, no_sequence: str = "") -> tuple[Feature, ...]:
         found.append(Feature("sequence=true", not no_sequence, no_sequence or said))
     if plan.pp > 1:
         said = f"stages on {plan.pp} ranks, as balanced as they could be measured"
-        found += [Feature(f"pp={plan.pp}", True, said), _schedule(plan)]
+        found.append(Feature(f"pp={plan.pp}", True, said))
+    if plan.branch > 1:
+        said = f"towers that don't depend on each other, on {plan.branch} ranks; they meet on the last"
+        found.append(Feature(f"branch={plan.branch}", True, said))
+    if plan.line > 1:
+        found.append(_schedule(plan))
     if plan.microbatches > 1:
         said = f"each rank takes its share of a batch in {plan.microbatches} pieces"
         found.append(Feature(f"microbatches={plan.microbatches}", True, said))

@@ -10,14 +10,14 @@ from typing import Any, Final
 from stretto.errors import PlanError, Refused, nearest
 from stretto.mesh import Mesh
 
-LATER_KEYS: Final = ("cp", "ep", "branch")
+LATER_KEYS: Final = ("cp", "ep")
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ZERO_STAGES: Final = (0, 1, 2, 3)
 RECOMPUTE: Final = ("none", "selective", "full")
 OFFLOAD: Final = ("none", "optimizer", "activations", "all")
 _TRUTHS: Final = MappingProxyType({"true": True, "false": False})
 _LEAST: Final = MappingProxyType(
-    {"dp": 1, "zero": 0, "microbatches": 1, "dp_shard": 0, "tp": 1, "pp": 1, "chunks": 0, "loaders": 0}
+    {"dp": 1, "zero": 0, "microbatches": 1, "dp_shard": 0, "tp": 1, "pp": 1, "branch": 1, "chunks": 0, "loaders": 0}
 )
 
 
@@ -38,8 +38,11 @@ class Plan:
             less memory (arXiv 2205.05198, section 4.2.2).
         pp: ranks that have the model's layers between them in stages, one after another, and share each sample
             (pipeline parallelism, arXiv 1811.06965).
-        schedule: in which order each of them runs its microbatches forward and backward; empty: ``1f1b``.
-        chunks: stages on each of them; 0: as many as the schedule wants.
+        branch: ranks that have between them the model's towers, parts that don't depend on each other, and share each
+            sample.
+        schedule: in which order the ranks of ``pp`` or ``branch`` run their microbatches forward and backward; empty:
+            ``1f1b``.
+        chunks: stages on each rank of ``pp``; 0: as many as the schedule wants.
         recompute: which activations are dropped in forward and computed again in backward (arXiv 1604.06174), for less
             memory: ``none``; ``selective``, all but the results of matrix products, convolutions and attention; or
             ``full``, all but what each layer is called with.
@@ -56,6 +59,7 @@ class Plan:
     tp: int = 1
     sequence: bool = False
     pp: int = 1
+    branch: int = 1
     schedule: str = ""
     chunks: int = 0
     recompute: str = "none"
@@ -73,10 +77,6 @@ class Plan:
             raise PlanError(f"plan: sequence must be true or false, got {self.sequence!r}")
         if self.sequence and self.tp == 1:
             raise PlanError("plan: sequence=true says what tp cuts beside its layers, and tp=1 cuts none; give tp too")
-        if self.recompute != "none" and self.tp * self.pp > 1:
-            axis = f"tp={self.tp}" if self.tp > 1 else f"pp={self.pp}"
-            said = f"plan: {axis} with recompute={self.recompute} is planned but not built yet"
-            raise Refused(f"{said}; leave one of them out")
         if self.recompute not in RECOMPUTE:
             near = nearest(str(self.recompute), RECOMPUTE)
             raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")
@@ -95,11 +95,19 @@ class Plan:
             raise PlanError(f"plan: dp_shard={self.dp_shard} must divide the {self.dp} data-parallel ranks")
 
     def _check_stages(self) -> None:
-        """Fills in what ``pp`` leaves open."""
-        if self.pp == 1:
+        """Fills in what ``pp`` and ``branch`` leave open."""
+        if self.pp > 1 and self.branch > 1:
+            raise Refused(
+                f"plan: pp={self.pp} with branch={self.branch} would cut each tower into stages, which is not built "
+                f"yet; use branch={self.branch} alone, or pp={self.pp * self.branch}"
+            )
+        if self.line == 1:
             for key in ("schedule", "chunks"):
                 if getattr(self, key):
-                    raise PlanError(f"plan: {key} says how stages run, and pp=1 has none; give pp too, or leave it out")
+                    raise PlanError(
+                        f"plan: {key} says how stages run, and this plan has none; give pp or branch too, or leave it "
+                        "out"
+                    )
             return
         object.__setattr__(self, "schedule", self.schedule or "1f1b")
         if self.schedule not in SCHEDULES:
@@ -107,6 +115,11 @@ class Plan:
             raise PlanError(
                 f"plan: schedule must be one of {known}; got {self.schedule!r}{near}"
             )
+        if self.branch > 1:
+            if self.chunks:
+                said = "plan: chunks are stages on each rank of pp; branch has towers in their place"
+                raise PlanError(f"{said}; leave it out")
+            return
         object.__setattr__(self, "chunks", self.chunks or (2 if self.schedule == "interleaved" else 1))
         if self.schedule == "interleaved" and self.chunks == 1:
             raise PlanError("plan: schedule=interleaved deals several stages to each rank; give chunks=2 or more")
@@ -144,7 +157,8 @@ class Plan:
             given[key] = int(value)
         _read_axes(given, workers)
         if workers is not None and "dp" not in given:
-            given["dp"] = max(1, workers // max(1, given.get("tp", 1) * given.get("pp", 1)))
+            share = given.get("tp", 1) * given.get("pp", 1) * given.get("branch", 1)
+            given["dp"] = max(1, workers // max(1, share))
         plan = cls(**given)
         plan.check_workers(workers)
         return plan
@@ -159,24 +173,29 @@ class Plan:
 
     def on(self, workers: int) -> Plan:
         """The same way of training on another number of workers; copies of the weights stay cut alike if they can."""
-        pp = self.pp if workers % self.pp == 0 else 1
-        tp = self.tp if workers // pp % self.tp == 0 else 1
-        dp = workers // (tp * pp)
+        pp, branch = (self.pp, self.branch) if workers % self.line == 0 else (1, 1)
+        tp = self.tp if workers // (pp * branch) % self.tp == 0 else 1
+        dp = workers // (tp * pp * branch)
         hybrid = 1 < self.dp_shard < self.dp
         keeps = hybrid and dp % self.dp_shard == 0
         shard, sequence = self.dp_shard if keeps else 0, self.sequence and tp > 1
         fewer = dataclasses.replace(self, dp=dp, tp=tp, sequence=sequence, dp_shard=shard)
-        return fewer if pp > 1 else dataclasses.replace(fewer, pp=1, schedule="", chunks=0)
+        return fewer if pp * branch > 1 else dataclasses.replace(fewer, pp=1, branch=1, schedule="", chunks=0)
 
     @property
-    def num_stages(self) -> int:
-        """Of the pipeline; 1 without one."""
-        return self.pp * max(1, self.chunks)
+    def line(self) -> int:
+        """Ranks that have the model's stages between them and share each sample."""
+        return self.pp * self.branch
+
+    @property
+    def traced(self) -> bool:
+        """Whether what runs is the model's traced graph, cut."""
+        return self.tp * self.line > 1
 
     @property
     def world_size(self) -> int:
         """Ranks that this plan needs."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.line
 
     @property
     def dp_replicate(self) -> int:
@@ -187,7 +206,7 @@ class Plan:
     def mesh(self) -> Mesh:
         """The device mesh, outermost axis first."""
         samples = (("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard))
-        return Mesh((("pp", self.pp), *samples, ("tp", self.tp)))
+        return Mesh((("pp", self.pp), ("branch", self.branch), *samples, ("tp", self.tp)))
 
     def __str__(self) -> str:
         hybrid = 1 < self.dp_shard < self.dp
@@ -196,6 +215,7 @@ class Plan:
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += ["sequence=true"] if self.sequence else []
         parts += [f"pp={self.pp}"] if self.pp > 1 else []
+        parts += [f"branch={self.branch}"] if self.branch > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
         parts += [f"schedule={self.schedule}"] if self.schedule not in ("", "1f1b") else []
         parts += [f"chunks={self.chunks}"] if self.chunks > 1 else []

@@ -28,4 +28,4 @@ def preloads(plan: Plan | None) -> tuple[str, ...]:
     """Modules that the workers of ``plan`` need, so that they start at once; None: a plan that isn't known yet."""
     if plan is None:
         return _ALWAYS
-    return (*_ALWAYS, *_BY_ZERO.get(plan.zero, ()), *(BY_TRACE if plan.tp * plan.pp > 1 else ()))
+    return (*_ALWAYS, *_BY_ZERO.get(plan.zero, ()), *(BY_TRACE if plan.traced else ()))

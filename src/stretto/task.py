@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from stretto.errors import RecipeError, TaskError, nearest, one_line
+from stretto.layout import Layout, check_layout
 from stretto.metrics import check_metrics, numbers, ratio, ratios
 from stretto.mistakes import in_one_line
 from stretto.recipe import Recipe
@@ -36,6 +37,7 @@ OPTIONAL: Final = (
     ("summarize", 1),
     ("baselines", 0),
     ("weights", 1),
+    ("layout", 0),
 )
 # Entries of a mapping that a loss reads and a model must not be handed by default, as models that take them
 # (Hugging Face's) would compute a loss of their own.
@@ -208,6 +210,10 @@ class Task:
         if not self.has("summarize"):
             return ratios(totals)
         return {"loss": ratio(totals["loss"], "loss"), **numbers(self._call("summarize", dict(totals)))}
+
+    def layout(self) -> Layout:
+        """What the task says of how its model may be cut; nothing where it has no ``layout()``."""
+        return check_layout(self._call("layout")) if self.has("layout") else Layout()
 
     def baselines(self) -> dict[str, float]:
         """Numbers to print beside the held-out metrics, such as what a trivial model reaches; may be empty."""

@@ -21,20 +21,31 @@ from stretto.verify.run import preloads
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = str(ROOT / "tests" / "helpers")
-TOWERS, LLAMA, WORDS = (ROOT / "tests" / "tasks" / f"{name}.py" for name in ("towers", "llama", "word_losses"))
+TOWERS, LLAMA, CNN, WORDS = (
+    ROOT / "tests" / "tasks" / f"{name}.py" for name in ("towers", "llama", "cnn_skips", "word_losses")
+)
 PLANS = (
     *("dp=1", "dp=3", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp_shard=2"),
     *("tp=2", "tp=3,microbatches=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3"),
     *("pp=2", "pp=3,microbatches=3", "pp=2,schedule=interleaved,chunks=3,microbatches=4"),
     *("pp=2,schedule=zero-bubble,microbatches=3", "dp=2,pp=2,zero=2", "dp=2,pp=2,zero=3,microbatches=2"),
     *("tp=2,pp=2,microbatches=2", "dp=2,tp=2,pp=2,zero=3", "dp=2,tp=2,pp=2,zero=1,schedule=interleaved"),
+    *("branch=2", "dp=2,branch=2,zero=2", "tp=2,branch=2,microbatches=2"),
 )
 # Through all that cuts, and back to one device; from there, and between two ways of cutting layers.
 CI = (
     (TOWERS, "tp=2,pp=2,microbatches=2", "dp=2,zero=3"),
     (TOWERS, "dp=2,pp=2,zero=3,microbatches=2", "dp=1"),
     (TOWERS, "tp=3,microbatches=2", "pp=3,microbatches=3"),
+    (TOWERS, "branch=2", "dp=2"),
+    (TOWERS, "dp=2,zero=3", "dp=2,branch=2,zero=2"),
     (WORDS, "tp=3,microbatches=2", "dp=1"),  # a vocabulary of 13 in parts, and whole
+    (CNN, "tp=2,pp=2", "dp=1"),  # with running statistics, in parts of a stage
+)
+NORMS = (
+    (CNN, "dp=2,tp=2,pp=2,zero=1,schedule=interleaved", "dp=2,zero=3"),
+    (CNN, "dp=2,pp=2,zero=2", "tp=3"),
+    (CNN, "dp=1", "dp=2,tp=2,zero=3"),
 )
 
 
@@ -54,6 +65,11 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
 
 
+def scores(run: Path) -> dict[int, float]:
+    lines = (line for path in (run / "events").glob("*.jsonl") for line in read_lines(path))
+    return {line["step"]: line["accuracy"] for line in lines if line["kind"] == "evaluation"}
+
+
 def digests(checkpoints: Path, step: int) -> dict[str, str]:
     manifest = json.loads((checkpoints / f"step-{step:08}" / "manifest.json").read_text())
     return {name: tensor["digest"] for name, tensor in manifest["tensors"].items()}
@@ -61,7 +77,7 @@ def digests(checkpoints: Path, step: int) -> dict[str, str]:
 
 def carried_over(starter: Starter, folder: Path, task: Path, first: str, second: str) -> None:
     """Two steps under one plan, the third under another."""
-    sets: dict[str, Any] = {"steps": 3, "precision": "fp64"}
+    sets: dict[str, Any] = {"steps": 3, "precision": "fp64", **({"eval_every": 1} if task == CNN else {})}
     run, again, alone = folder / "run", folder / "again", folder / "alone"
     starter.good(run, task, first, stop=2, **sets)
     saved = run / "checkpoints" / "step-00000002"
@@ -76,6 +92,7 @@ def carried_over(starter: Starter, folder: Path, task: Path, first: str, second:
     found, expected = losses(run), losses(alone)
     assert found.keys() == expected.keys() == {1, 2, 3}
     assert found == pytest.approx(expected, rel=1e-12)
+    assert scores(run) == scores(alone) and (len(scores(run)) == 3 or task != CNN)
     assert digests(run / "checkpoints", 3).keys() == digests(alone / "checkpoints", 3).keys()
 
 
@@ -88,6 +105,6 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("task", "first", "second"), drawn(10), ids=lambda value: str(value).rpartition("/")[2])
-def test_ten_drawn_pairs_of_plans(starter: Starter, tmp_path: Path, task: Path, first: str, second: str) -> None:
+@pytest.mark.parametrize(("task", "first", "second"), (*drawn(10), *NORMS), ids=lambda value: str(value).rpartition("/")[2])
+def test_ten_drawn_pairs_of_plans_and_some_of_norms(starter: Starter, tmp_path: Path, task: Path, first: str, second: str) -> None:
     carried_over(starter, tmp_path, task, first, second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planted_stretches import AGAIN, TOWERS
 from planting import CUT, Planted
 
 SIX = (("depth", "2"), ("width", "32"), ("context", "16"), ("heads", "2"), ("batch", "6"), ("steps", "3"))
@@ -48,6 +49,15 @@ LAYERS = (
         what="loss",
         name="blocks.0.query_key_value.weight",
         says="forward computes with other values of blocks.0.query_key_value.weight",
+    ),
+    Planted(
+        fault="running_statistics_of_other_channels",
+        task="tests/tasks/cnn_skips.py",
+        plan="tp=2",
+        step=1,
+        what="weight",
+        name="bottom.first_norm.running_mean",
+        says="forward updates this buffer from a rank's share of the batch alone, or another stage's was taken",
     ),
     Planted(
         fault="norm_counts_whole_parameters_on_each_rank",
@@ -318,6 +328,27 @@ STAGES = (
         matrix=True,
     ),
     Planted(
+        fault="local_batch_statistics",
+        task=DIGITS,
+        sets=(("batch", "7"),),
+        plan="dp=2,pp=2",
+        step=1,
+        what="loss",
+        name="1",
+        says="the BatchNorm '1' took the statistics of each rank's share, not of the whole batch: they are not summed",
+    ),
+    Planted(
+        fault="ghost_in_batch_statistics",
+        task=DIGITS,
+        sets=(("batch", "2"),),
+        plan="dp=3,pp=2",
+        step=1,
+        what="loss",
+        name="1",
+        says="which rank 2 runs with weight 0",
+        matrix=True,
+    ),
+    Planted(
         fault="buffers_of_another_stage",
         task=DIGITS,
         sets=(("batch", "7"),),
@@ -351,4 +382,4 @@ STAGES = (
     ),
 )
 
-AXES = (*LAYERS, *VOCABULARY, *SEQUENCE, *STAGES)
+AXES = (*LAYERS, *VOCABULARY, *SEQUENCE, *STAGES, *AGAIN, *TOWERS)

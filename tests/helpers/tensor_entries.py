@@ -33,7 +33,7 @@ def messages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     on.applied.refresh()
     on.applied.module.train()
     counted = _Counted(task, on, batch, sent)
-    on.applied.train([counted], lambda last, ghost: nullcontext())
+    on.applied.train([counted], lambda **_: nullcontext())
     training = len(sent)
     arguments, keywords = counted.call()
     on.applied.module.eval()

@@ -32,6 +32,7 @@ def run(launcher: LocalLauncher, folder: Path, job: dict[str, Any], entry: str, 
     [
         ("gpt", "tp=2,microbatches=2", "fp64"),
         ("mlp_dropout", "pp=3,microbatches=2", "fp64"),
+        ("mlp_dropout", "pp=2,microbatches=2,recompute=full", "fp64"),
         *(pytest.param(name, "pp=2", "fp64", marks=MATRIX) for name in ("digits", "ranking", "lstm", "multi")),
         *(pytest.param(name, "tp=2", "fp64", marks=MATRIX) for name in ("mlp_dropout", "ranking", "llama", "bert")),
         pytest.param("gpt", "pp=2,schedule=interleaved,microbatches=2", "fp64", marks=MATRIX),
@@ -48,12 +49,12 @@ def test_a_look_at_a_right_plan_sees_nothing_and_changes_nothing(
     run(launcher, tmp_path, {**job, "pieces": plan.dp * plan.microbatches}, "reference")
     job["plan"] = text
     plain = run(launcher, tmp_path, job, "worker", plan.world_size).results
-    starts = next(iter(plain.values()))["starts"]
-    looked = run(launcher, tmp_path, {**job, "look": [2, STRICT], "starts": starts}, "worker", plan.world_size).results
+    cut = next(iter(plain.values()))["assignment"]
+    looked = run(launcher, tmp_path, {**job, "look": [2, STRICT], "assignment": cut}, "worker", plan.world_size).results
     assert len(plain) == len(looked) == plan.world_size
     for member, found in looked.items():
         assert found["seen"] is None
-        assert found["starts"] == starts
+        assert found["assignment"] == cut
         assert found["facts"] == plain[member]["facts"], "looking changes no number"
 
 

@@ -13,7 +13,7 @@ CASES = (
     ("gpt", ("pp=2,microbatches=3", "pp=3,schedule=gpipe")),
     ("gpt", ("pp=2,schedule=interleaved,microbatches=2", "pp=2,tp=2")),
     ("gpt", ("dp=2,pp=2,zero=1,microbatches=3,schedule=zero-bubble", "dp=2,tp=2,zero=3")),
-    ("digits", ("pp=2",)),  # convolutions with BatchNorm, whose statistics one stage has
+    ("digits", ("pp=2", "dp=2,pp=2,zero=1")),  # BatchNorm, whose statistics a stage takes of all workers' samples
     ("ranking", ("pp=2,microbatches=2",)),  # two towers and sparse tables
     ("mlp_dropout", ("pp=3,microbatches=2",)),  # random numbers go on where the stage before left off
     ("multi", ("pp=2,microbatches=2",)),  # several inputs and outputs, a module that is used twice
@@ -32,10 +32,10 @@ def test_a_model_in_stages_has_the_numbers_of_one_device(
     ("name", "plan", "says"),
     [
         ("gpt", "pp=2,precision=bf16", "embedding.weight is used by several stages"),
-        ("digits", "dp=2,pp=2", "which pp can't run over several workers' samples yet"),
+        ("digits", "pp=2,precision=bf16", "is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone"),
+        ("digits", "dp=2,pp=2,microbatches=2", "is a BatchNorm, whose statistics are of the whole batch"),
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
-        ("lstm", "pp=2,recompute=full", "pp=2 with recompute=full is planned but not built yet"),
-        ("lstm", "dp_replicate=2,dp_shard=2,pp=2", "don't go with tp or pp"),
+        ("lstm", "dp_replicate=2,dp_shard=2,pp=2", "don't go with tp, pp or branch"),
     ],
 )
 def test_what_pp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher, name: str, plan: str, says: str) -> None:

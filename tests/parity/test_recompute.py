@@ -14,6 +14,8 @@ HOW = ("selective", "full")
 PLANS = ("dp=1", "dp=2", "dp=2,zero=3", "dp=2,zero=2,microbatches=2")
 APART = ("dp=2,zero=3", "dp=2,zero=3,microbatches=2")  # where no memory is shared
 SEPARATE = "stretto.testing.conditions:separate_memory"
+PIECES = "stretto.testing.conditions:small_pieces"
+HOST_APART = "stretto.testing.conditions:host_apart"
 NAMES = ("gpt", "llama", "digits", "mlp_dropout", "lstm", "bert", "multi")
 # (task, how, plans, plans apart): every task and every plan come, the rest in `make matrix`.
 SAMPLE = (
@@ -26,6 +28,25 @@ SAMPLE = (
     ("mlp_dropout", "full", ("dp=1", "dp=2"), ("dp=2,zero=3,microbatches=2",)),
     ("lstm", "selective", ("dp=2",), ("dp=2,zero=3",)),
 )
+# Stages of the traced graph.
+STAGES = (
+    *("pp=2,microbatches=3,schedule=gpipe", "pp=2,microbatches=3", "pp=2,microbatches=2,schedule=interleaved"),
+    "pp=3,microbatches=4,schedule=zero-bubble",
+)
+AXES = ("tp=2", "tp=2,pp=2,microbatches=2", "tp=2,pp=2,microbatches=3,schedule=zero-bubble")
+EIGHT = ("dp=2,tp=2,pp=2,zero=1,microbatches=4",)
+# (task, settings, how, plans)
+DIVIDED = (
+    ("gpt", {}, "full", (AXES[0], STAGES[1])),
+    ("gpt", {}, "selective", (AXES[1], STAGES[3])),
+    ("mlp_dropout", {}, "full", (AXES[2],)),
+    ("mlp_dropout", {}, "selective", (AXES[0], STAGES[2])),
+    ("cnn_skips", {"norm": "group"}, "full", (STAGES[0],)),
+    ("cnn_skips", {"norm": "group"}, "selective", (STAGES[3],)),
+    ("digits", {}, "full", ("pp=2",)),
+    ("bert", {}, "full", AXES[1:2]),
+)
+DIVIDED_WHOLE = (("gpt", {}), ("mlp_dropout", {}), ("bert", {}), ("cnn_skips", {"norm": "group"}))
 MATRIX = pytest.mark.matrix  # what a sample in `make test` leaves to `make matrix`
 SELECTIVE_IN_MATRIX = ("full", pytest.param("selective", marks=MATRIX))
 SECOND = ROOT / "tests" / "tasks" / "second_forward.py"
@@ -79,6 +100,37 @@ def hold(launcher: LocalLauncher, figures: Figures, proof: Proof) -> None:
         check(report, f"{name} {how}", figures, refused)
         inactive = [f"recompute={how} is inactive" in (plan.reason or "") for plan in report.plans]
         assert all(inactive) if name in ("lstm", "multi") else not any(inactive)
+
+
+@pytest.mark.parametrize(("name", "sets", "how", "of"), DIVIDED)
+def test_a_sample_of_stages_in_many_pieces_has_the_numbers_of_one_device(
+    launcher: LocalLauncher, figures: Figures, name: str, sets: dict[str, str], how: str, of: tuple[str, ...]
+) -> None:
+    check(prove(launcher, name, plans(of, how), sets, PIECES), f"{name} {how} in pieces", figures)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("name", "sets"), DIVIDED_WHOLE)
+def test_stages_in_many_pieces_have_the_numbers_of_one_device(
+    launcher: LocalLauncher, figures: Figures, name: str, sets: dict[str, str], how: str
+) -> None:
+    of = STAGES if name == "cnn_skips" else (*STAGES, *AXES, *EIGHT)  # a group norm's channels can't be cut
+    check(prove(launcher, name, plans(of, how), sets, PIECES), f"{name} {how} in pieces", figures)
+
+
+@pytest.mark.parametrize("how", SELECTIVE_IN_MATRIX)
+def test_pieces_of_stages_begin_with_what_has_waited_on_the_host(launcher: LocalLauncher, how: str) -> None:
+    sets = {"depth": "2", "width": "32", "context": "16", "heads": "2", "batch": "7", "steps": "3", "dropout": "0.3"}
+    of = tuple(f"{plan},offload=all" for plan in plans((STAGES[3], AXES[1]), how))
+    plant = f"{PIECES},{HOST_APART}"
+    exact(verify(ROOT / "examples" / "gpt", of, sets, launcher=launcher, plant=plant).plans)
+
+
+def test_a_graph_that_no_piece_would_save_memory_of_says_so(launcher: LocalLauncher) -> None:
+    (plan,) = prove(launcher, "mlp_dropout", plans(("tp=2",), "full"), {}).plans
+    assert plan.status == "passed" and "recompute=full is inactive: the model's traced graph" in (plan.reason or "")
 
 
 @pytest.mark.parametrize("how", SELECTIVE_IN_MATRIX)

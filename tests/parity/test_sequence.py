@@ -1,4 +1,4 @@
-"""``sequence=true``: between layers that are cut, each rank has its own places of the sequence; one device's numbers."""
+"""``sequence=true``: between cut layers each rank has its own places of the sequence; one device's numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A small U-Net: residual blocks with BatchNorm, skips from early to late layers; each pixel of an image gets a class.
 
-``norm="group"`` has GroupNorm instead, which microbatches take.
+``norm="group"`` has GroupNorm instead, of ``groups`` groups, which microbatches take; ``drop``: of channels, at random.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from stretto.recipe import Recipe
 from stretto.task import Params
 
 Pair = tuple[Tensor, Tensor]
+How = tuple[str, int, float]  # norm, groups, drop
 
 
 class Squares(Dataset[Pair]):
@@ -37,24 +38,25 @@ class Squares(Dataset[Pair]):
         return image + 2 * inside, inside
 
 
-def normed(width: int, norm: str) -> nn.Module:
-    return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(2, width)
+def normed(width: int, how: How) -> nn.Module:
+    return nn.BatchNorm2d(width) if how[0] == "batch" else nn.GroupNorm(how[1], width)
 
 
 class Residual(nn.Module):
     """[batch, before, h, w] to [batch, after, h, w], with the input added, changed in place at the end."""
 
-    def __init__(self, before: int, after: int, norm: str) -> None:
+    def __init__(self, before: int, after: int, how: How) -> None:
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, padding=1, bias=False)
-        self.first_norm = normed(after, norm)
+        self.first_norm = normed(after, how)
         self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.second_norm = normed(after, norm)
+        self.second_norm = normed(after, how)
         self.beside = nn.Conv2d(before, after, 1) if before != after else nn.Identity()
         self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout2d(how[2], inplace=True) if how[2] else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.act(self.first_norm(self.first(x)))
+        found = self.act(self.drop(self.first_norm(self.first(x))))
         found = self.second_norm(self.second(found))
         found += self.beside(x)
         out: Tensor = self.act(found)
@@ -64,11 +66,11 @@ class Residual(nn.Module):
 class UNet(nn.Module):
     """[batch, 1, side, side] to logits [batch, 2, side, side]."""
 
-    def __init__(self, width: int, norm: str) -> None:
+    def __init__(self, width: int, how: How) -> None:
         super().__init__()
-        self.down = nn.ModuleList([Residual(1, width, norm), Residual(width, 2 * width, norm)])
-        self.bottom = Residual(2 * width, 2 * width, norm)
-        self.up = nn.ModuleList([Residual(4 * width, width, norm), Residual(2 * width, width, norm)])
+        self.down = nn.ModuleList([Residual(1, width, how), Residual(width, 2 * width, how)])
+        self.bottom = Residual(2 * width, 2 * width, how)
+        self.up = nn.ModuleList([Residual(4 * width, width, how), Residual(2 * width, width, how)])
         self.head = nn.Conv2d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,8 +91,8 @@ def data(size: int = 45, side: int = 8) -> dict[str, Dataset[Any]]:
     return {"train": Squares(size, side, 0), "val": Squares(13, side, 10_000)}
 
 
-def model(width: int = 4, norm: str = "batch") -> nn.Module:
-    return UNet(width, norm)
+def model(width: int = 4, norm: str = "batch", groups: int = 4, drop: float = 0.0) -> nn.Module:
+    return UNet(width, (norm, groups, drop))
 
 
 def loss(output: Tensor, batch: Pair) -> tuple[Tensor, Tensor]:
@@ -107,5 +109,5 @@ def optimizer(params: Params, lr: float = 1e-2, kind: str = "adamw") -> torch.op
     return torch.optim.AdamW(params, lr=lr)
 
 
-def recipe(batch: int = 7, steps: int = 5, clip: float = 1.0) -> Recipe:
-    return Recipe(batch=batch, steps=steps, clip=clip, seed=23)
+def recipe(batch: int = 7, steps: int = 5, clip: float = 1.0, eval_every: int = 0) -> Recipe:
+    return Recipe(batch=batch, steps=steps, clip=clip, seed=23, eval_every=eval_every)

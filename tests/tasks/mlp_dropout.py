@@ -40,14 +40,16 @@ def data(size: int = 57, features: int = 12, classes: int = 4) -> dict[str, Data
     return {"train": Augmented(size, features, classes, 0), "val": Augmented(19, features, classes, 1)}
 
 
-def model(features: int = 12, width: int = 32, classes: int = 4, dropout: float = 0.25) -> nn.Module:
+def model(
+    features: int = 12, width: int = 32, classes: int = 4, dropout: float = 0.25, in_place: bool = False
+) -> nn.Module:
     return nn.Sequential(
         nn.Linear(features, width),
         nn.GELU(),
-        nn.Dropout(dropout),
+        nn.Dropout(dropout, in_place),
         nn.Linear(width, width),
         nn.GELU(),
-        nn.Dropout(dropout),
+        nn.Dropout(dropout, in_place),
         nn.Linear(width, classes),
     )
 

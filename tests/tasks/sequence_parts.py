@@ -1,5 +1,7 @@
-"""Sequences, and between the networks that ``tp`` cuts all that may stand there: what treats each place of a sequence by
-itself, in several layouts, and what looks at all of them."""
+"""Sequences, and between the networks that ``tp`` cuts all that may stand there.
+
+What treats each place of a sequence by itself, in several layouts, and what looks at all of them.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from stretto.layout import Layout
 from stretto.recipe import Recipe
 from stretto.task import Params
 
@@ -88,3 +89,9 @@ def optimizer(params: Params, lr: float = 1e-2, kind: str = "adamw") -> torch.op
 
 def recipe(batch: int = 7, steps: int = 5, clip: float = 1.0) -> Recipe:
     return Recipe(batch=batch, steps=steps, clip=clip, seed=24)
+
+
+def layout(cuts: str = "", towers: str = "", tensor: str = "") -> Layout:
+    """``cuts``: modules, as ``thing.0+thing.2``; ``towers``: likewise, one for each rank; ``tensor``: name=way."""
+    wishes = dict(one.split("=") for one in tensor.split("+") if one)
+    return Layout(wishes, [one for one in cuts.split("+") if one], [[one] for one in towers.split("+") if one])

@@ -46,7 +46,7 @@ PURE = ("planner", "schedule", "graph")
 GROUND = (
     "probes",  # runs a task's own data and model, and keeps files: it looks down on all of the ground
     *("state", "comm", "data", "observe"),
-    *("losses", "task", "metrics", "collate", "taskfile", "runfolder", "recipe", "plan", "cluster", "mesh"),
+    *("losses", "task", "layout", "metrics", "collate", "taskfile", "runfolder", "recipe", "plan", "cluster", "mesh"),
     *("precision", "mistakes", "errors"),
 )
 # The package itself ("stretto", its __init__) stands above all: it is the list of names that users import.

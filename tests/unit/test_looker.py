@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import fx, nn
 
+from stretches import cut_at
 from stretto.comm.members import Broken, Members
 from stretto.graph.cut import Cut
 from stretto.graph.reading import Reading
-from stretto.graph.stages import stages_at, work_of
+from stretto.graph.stages import work_of
 from stretto.graph.trace import trace
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.program import Program
@@ -35,7 +36,7 @@ def test_every_operation_is_shown_with_its_value_and_the_result_is_the_same(defe
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(5, 3)
     traced = trace(model, (x,), {})
-    stages = stages_at(work_of(traced, {name: True for name, _ in model.named_parameters()}), (2,))
+    stages = cut_at(work_of(traced, {name: True for name, _ in model.named_parameters()}), (2,))
     alone = Members(0, 1, torch.device("cpu"), None, Broken())
     program = Program.build(stages, Cut(Reading(), frozenset(), 1), alone, [0, 1], model, deferred)
     (middle,) = program.portions[0].run([x], []).leaving.values()

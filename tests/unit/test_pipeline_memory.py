@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from stretches import cut_at
 from stretto.comm.line import Line
 from stretto.comm.members import Broken
 from stretto.graph.cut import Cut
 from stretto.graph.reading import Reading
-from stretto.graph.stages import stages_at, work_of
+from stretto.graph.stages import work_of
 from stretto.graph.trace import trace
 from stretto.parallel import Call, Roots
 from stretto.parallel.deferred import Deferred
@@ -55,7 +56,7 @@ class Batch:
 
 
 @contextmanager
-def around(last: bool, ghost: bool) -> Iterator[None]:
+def around(last: bool, ghost: bool, ends: bool = True) -> Iterator[None]:
     yield
 
 
@@ -71,7 +72,7 @@ def test_what_passes_between_stages_is_freed_where_what_forward_keeps_is_moved(
     expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     work = work_of(trace(module.train(), (inputs[0],), {}), {name: True for name, _ in module.named_parameters()})
     tanhs = [place + 1 for place, node in enumerate(work.nodes) if "tanh" in str(node)]
-    stages = stages_at(work, tuple(tanhs))
+    stages = cut_at(work, tuple(tanhs))
     alone = Line(0, 1, CPU, None, Broken())
     flow = Flow((0,) * 3, stages.feeds)
     program = Program.build(stages, Cut(Reading(), frozenset(), 1), alone, range(3), module)
@@ -114,7 +115,7 @@ def test_weight_gradients_that_are_put_off_reach_the_weights(layer: Callable[[],
     expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     module.zero_grad()
     work = work_of(trace(module.train(), (inputs[0],), {}), {name: True for name, _ in module.named_parameters()})
-    stages = stages_at(work, (next(place + 1 for place, node in enumerate(work.nodes) if "tanh" in str(node)),))
+    stages = cut_at(work, (next(place + 1 for place, node in enumerate(work.nodes) if "tanh" in str(node)),))
     alone, flow, later = Line(0, 1, CPU, None, Broken()), Flow((0, 0), stages.feeds), Deferred()
     program = Program.build(stages, Cut(Reading(), frozenset(), 1), alone, range(2), module, later)
 

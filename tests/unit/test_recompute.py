@@ -15,8 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from stretto.errors import PlanError, Refused
 from stretto.mistakes import second_forward
 from stretto.parallel._base import Manner
+from stretto.parallel.again import _policy
 from stretto.parallel.batchnorm import GlobalBatchNorm
-from stretto.parallel.recompute import Recomputed, _policy
+from stretto.parallel.recompute import Recomputed
 from stretto.plan import Plan
 from stretto.task import load_task
 from stretto.testing.live import LiveBytes

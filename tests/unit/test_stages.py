@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stretches import cut_at
 from stretto.errors import Refused
 from stretto.graph.balance import balanced
-from stretto.graph.stages import MESSAGE_BYTES, Stages, Work, stages_at, stages_like, work_of
+from stretto.graph.stages import MESSAGE_BYTES, Stages, Work, stages_like, work_of
 from stretto.graph.trace import trace
 
 
@@ -53,7 +54,7 @@ def names(stages: Stages, to: int) -> dict[int, list[str]]:
 def test_every_operation_runs_in_one_stage_and_what_it_needs_comes_straight_there() -> None:
     work = worked(Skips(), ids())
     edges = work.edges
-    stages = stages_at(work, (edges[1], edges[3]))
+    stages = cut_at(work, (edges[1], edges[3]))
     own = [node for nodes in stages.nodes for node in nodes if node in work.nodes]
     assert sorted(map(str, own)) == sorted(map(str, work.nodes)), "each once"
     assert all(source < to for to, sources in enumerate(stages.incoming) for source in sources)
@@ -81,8 +82,8 @@ def test_what_passes_is_counted_with_the_parameters_of_both_sides() -> None:
 def test_another_graph_of_the_model_is_cut_by_the_parameters() -> None:
     module = Skips()
     first = worked(module, ids())
-    stages = stages_at(first, (first.edges[2],))
-    again = stages_like(worked(module, ids()[:2]), stages.users, 2, stages.changes)
+    stages = cut_at(first, (first.edges[2],))
+    again = stages_like(worked(module, ids()[:2]), stages)
     assert again.users == stages.users
 
 
@@ -101,11 +102,11 @@ class Turned(nn.Module):
 def test_layers_in_another_order_are_refused_by_name() -> None:
     module = Turned()
     first = worked(module, torch.randn(2, 4))
-    stages = stages_at(first, (first.edges[1],))
+    stages = cut_at(first, (first.edges[1],))
     assert stages.users["one.weight"] == (0,) and stages.users["two.weight"] == (1,)
     traced = trace(module.eval(), (torch.randn(2, 4),), {})
     with pytest.raises(Refused, match=r"in another order than in training: one\.bias, one\.weight"):
-        stages_like(work_of(traced, {}), stages.users, 2, {})
+        stages_like(work_of(traced, {}), stages)
 
 
 class Counted(nn.Module):
@@ -136,11 +137,11 @@ def test_what_is_changed_without_gradients_is_known_and_read_where_it_is_changed
     first = worked(module, torch.randn(5, 4))
     changes = next(at for at, node in enumerate(first.nodes) if "set_grad_enabled" in str(node.target))
     for start in (edge for edge in first.edges if edge <= changes):
-        stages = stages_at(first, (start,))
+        stages = cut_at(first, (start,))
         assert stages.changes == {"mean": 1} and stages.draws == (1,)
         traced = trace(module.eval(), (torch.randn(3, 4),), {})
         work = work_of(traced, {}, stages.changes)
-        again = stages_like(work, stages.users, 2, stages.changes)
+        again = stages_like(work, stages)
         (reader,) = (node for node in traced.graph.graph.nodes if node.name == "mul")
         assert reader in again.nodes[1] and reader not in again.nodes[0], "the other stage's mean is an old one"
 
@@ -148,14 +149,14 @@ def test_what_is_changed_without_gradients_is_known_and_read_where_it_is_changed
 def test_a_buffer_that_would_be_read_where_it_is_old_is_refused_by_name() -> None:
     module = Counted(moved=True)
     first = worked(module, torch.randn(5, 4))
-    stages = stages_at(first, (first.edges[1],))
+    stages = cut_at(first, (first.edges[1],))
     work = work_of(trace(module.eval(), (torch.randn(3, 4),), {}), {}, stages.changes)
     with pytest.raises(Refused, match=r"in another order than in training"):
-        stages_like(work, stages.users, 2, stages.changes)
+        stages_like(work, stages)
     frozen = work_of(trace(Counted().eval(), (torch.randn(5, 4),), {}), {"layers.0.weight": True})
-    still = stages_at(frozen, (frozen.edges[1],))
+    still = cut_at(frozen, (frozen.edges[1],))
     with pytest.raises(Refused, match="another stage than in training uses or changes mean"):
-        stages_like(first, still.users, 2, still.changes)
+        stages_like(first, still)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

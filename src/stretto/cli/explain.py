@@ -35,8 +35,8 @@ def explain_command(
     from stretto.task import load_task
 
     parsed = Plan.parse(plan)
-    if picture is not None and parsed.pp == 1:
-        raise UserError(f"--picture draws the schedule of a pipeline, and plan {parsed} has none; give it pp=2 or more")
+    if picture is not None and parsed.line == 1:
+        raise UserError(f"--picture draws the schedule of a pipeline, and plan {parsed} has none; give it pp or branch")
     found = explain(load_task(find_task(task), parse_sets(sets)), parsed)
     if picture is not None and found.timeline is not None:
         try:
@@ -54,17 +54,19 @@ def _print(found: Explained) -> None:
     for feature in found.features:
         print(f"  {feature.key:<22}  {'active' if feature.active else 'INACTIVE'}: {feature.said}")
     if found.timeline is not None:
-        _print_stages(found.stages, found.timeline)
+        _print_stages(found.stages, found.timeline, "branch" if "branch=" in found.plan else "pp")
+    for note in found.notes:
+        print(f"note: {note}")
     _print_parameters(found.parameters, bool(found.stages))
 
 
-def _print_stages(rows: Sequence[StageRow], step: Timeline) -> None:
+def _print_stages(rows: Sequence[StageRow], step: Timeline, axis: str) -> None:
     print("\nstage  rank  elements      forward   backward  from ... to; sends")
     for row in rows:
         sends = ", ".join(f"{size:,} bytes to {to}" for to, size in row.sends.items())
         times = f"{1e3 * row.forward_seconds:>7.2f} ms {1e3 * row.backward_seconds:>7.2f} ms"
         where = f"{row.first} ... {row.last}" + (f"; {sends}" if sends else "")
-        print(f"{row.stage:>5}  pp={row.rank:<2} {row.elements:>11,}  {times}  {where}")
+        print(f"{row.stage:>5}  {axis}={row.rank:<2} {row.elements:>11,}  {times}  {where}")
     took = f"{1e3 * step.seconds:.1f} ms"
     print(f"a step's microbatches take {took} by arithmetic, and ranks wait for {step.bubble:.0%} of it")
 

@@ -104,16 +104,16 @@ class Group(Members):
             return self
         return self._among(mesh.lines(*axes))
 
-    def holders(self, mesh: Mesh, stages: Sequence[int], *axes: str) -> Members:
-        """The members whose places differ from this one's on ``axes`` and on ``pp``, where those are among ``stages``.
-        Every member must call it; one that is not among them itself gets itself alone."""
-        lines = (tuple(rank for rank in line if mesh.coordinates(rank)["pp"] in stages)
-                 for line in mesh.lines("pp", *axes))  # fmt: skip
+    def holders(self, mesh: Mesh, line: Sequence[str], places: Sequence[int], *axes: str) -> Members:
+        """The members whose places differ from this one's on ``axes`` and on those of the line, where they are among
+        ``places`` of that. Every member must call it; one that is not among them itself gets itself alone."""
+        held = {members[place] for members in mesh.lines(*line) for place in places}
+        lines = (tuple(rank for rank in members if rank in held) for members in mesh.lines(*line, *axes))
         return self._among(tuple(lines))
 
-    def line(self, mesh: Mesh, axis: str) -> Line:
+    def line(self, mesh: Mesh, *axes: str) -> Line:
         """As :meth:`along`, for messages from one member to another. Every member must call it."""
-        lines = mesh.lines(axis)
+        lines = mesh.lines(*axes)
         plain = self._among(lines, "gloo" if self.device.type == "cpu" else None)
         shared = self._among(lines) if self.transport == SHARED_MEMORY and plain.size > 1 else None
         return Line(plain.rank, plain.size, self.device, plain._group, self._broken, shared)

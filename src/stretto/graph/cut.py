@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from stretto.errors import Refused
 from stretto.graph.axes import Axis, Dim, Dims, leaves
 from stretto.graph.reading import Reading, _each
 from stretto.graph.trace import Traced
+from stretto.graph.wishes import Wish
 from stretto.state import Box, Part
 
 
@@ -26,11 +28,13 @@ class Cut:
         reading: of the graph.
         axes: no two of them meet in one tensor.
         degree: ranks.
+        notes: which wishes were left, and why.
     """
 
     reading: Reading
     axes: frozenset[Axis]
     degree: int
+    notes: tuple[str, ...] = ()
 
     def span(self, axis: Axis, rank: int) -> tuple[int, int]:
         """First and last index of a rank's part of an axis; the first parts are larger by one where it isn't even."""
@@ -73,41 +77,87 @@ class Cut:
         return Part(tuple(boxes), place, axis.size, inner)
 
 
-def plan_cut(reading: Reading, traced: Traced, degree: int) -> Cut:
-    """Chooses axes, those that most of the parameters have first; none meets another in any tensor."""
+def plan_cut(
+    reading: Reading, traced: Traced, degree: int, wishes: Mapping[str, Wish] = MappingProxyType({})
+) -> Cut:
+    """Chooses axes, those that are wished first, then those that most of the parameters have; none meets another in any
+    tensor.
+
+    Args:
+        wishes: by the name of a parameter.
+
+    Raises:
+        Refused: a firm wish can't be followed.
+    """
     weight: dict[Axis, int] = {}
-    for node, dims in reading.dims.items():
-        if node.op == "placeholder" and node.name in traced.parameters:
-            numel = math.prod(axis.size for dim in dims for axis in leaves(dim))
-            for axis in {axis for dim in dims for axis in leaves(dim)}:
-                weight[axis] = weight.get(axis, 0) + numel
+    wished: dict[Axis, tuple[str, Wish]] = {}
+    notes = []
+    nodes = {node: traced.parameters[node.name] for node in reading.dims if node.name in traced.parameters}
+    found = {name: reading.of(node) for node, name in nodes.items()}
+    for name, wish in wishes.items():
+        if wish.dim is None:
+            reading.block(found[name], f"{wish.by} wants {name} whole")
+    for dims in found.values():
+        numel = math.prod(axis.size for dim in dims for axis in leaves(dim))
+        for axis in {axis for dim in dims for axis in leaves(dim)}:
+            weight[axis] = weight.get(axis, 0) + numel
+    for name, wish in wishes.items():
+        if wish.dim is None:
+            continue
+        axes = leaves(found[name][wish.dim])
+        able = [axis for axis in axes if not axis.blocked and axis.size >= degree]
+        if able:
+            wished.setdefault(able[0], (name, wish))
+        elif not any(axis.blocked for axis in axes) and axes:
+            notes.append(_left(name, wish, f"its {max(axis.size for axis in axes)} are fewer than tp={degree}"))
+        else:
+            notes.append(_left(name, wish, next((axis.blocked for axis in axes if axis.blocked), "its size is 1")))
     able = [axis for axis in weight if not axis.blocked and axis.size >= degree]
+    beside, twice = _beside(reading, able)
+    chosen: set[Axis] = set()
+    for axis in sorted(able, key=lambda each: (each not in wished, -weight[each])):
+        if axis not in twice and not (beside[axis] - {axis}) & chosen:
+            chosen.add(axis)
+        elif axis in wished:
+            notes.append(_left(*wished[axis], "a tensor would be cut twice"))
+    return Cut(reading, frozenset(chosen), degree, tuple(notes))
+
+
+def _left(name: str, wish: Wish, why: str) -> str:
+    """What becomes of a wish that can't be followed. Raises Refused for a firm one."""
+    said = f"{wish.by} wants {name} cut along dimension {wish.dim}, and that can't be: {why}"
+    if wish.firm:
+        raise Refused(f"plan: {said}; take it out of layout(), or use tp=1")
+    return said
+
+
+def _beside(reading: Reading, able: Sequence[Axis]) -> tuple[dict[Axis, set[Axis]], set[Axis]]:
+    """Of each axis those that meet it in a tensor; and those that are twice in one, as the product of a matrix with
+    itself has them."""
     beside: dict[Axis, set[Axis]] = {axis: set() for axis in able}
-    twice: set[Axis] = set()  # in one tensor, as the product of a matrix with itself has it
+    twice: set[Axis] = set()
     for value in reading.dims.values():
         for dims in _each(value):
             inside = [axis for dim in dims for axis in leaves(dim) if axis in beside]
             for axis in inside:
                 beside[axis].update(inside)
             twice.update(axis for axis in inside if inside.count(axis) > 1)
-    chosen: set[Axis] = set()
-    for axis in sorted(able, key=lambda each: -weight[each]):
-        if axis not in twice and not (beside[axis] - {axis}) & chosen:
-            chosen.add(axis)
-    return Cut(reading, frozenset(chosen), degree)
+    return beside, twice
 
 
 def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degree: int) -> Cut:
-    """The cut of another graph of the same model by which a rank holds ``parts``.
+    """The cut of another graph of the same model by which a rank holds ``parts`` of parameters and buffers; of those
+    without one it holds all.
 
     Raises:
         Refused: in this graph something needs all of what is cut.
     """
     chosen: set[Axis] = set()
-    for node, dims in reading.dims.items():
-        name = traced.parameters.get(node.name) if node.op == "placeholder" else None
-        part = parts.get(name) if name is not None else None
-        if part is None or part.axis_size == 0:
+    names = {**traced.parameters, **traced.buffers}
+    held = {node: name for node in reading.dims if (name := names.get(node.name)) and node.op == "placeholder"}
+    for node, name in held.items():
+        dims, part = reading.dims[node], parts.get(name)
+        if part is None or part.axis_size == 0 or not node.users:  # what this graph leaves alone stays as it lies
             continue
         before, within, after = reading.axes.dims((len(part.boxes), part.axis_size, part.inner))
         reading.axes.same(dims[part.dim], before + within + after)
@@ -116,7 +166,13 @@ def follow_cut(reading: Reading, traced: Traced, parts: Mapping[str, Part], degr
             why = axes[0].blocked or "its axis falls apart"
             raise Refused(f"plan: tp cuts {name}, but with a batch of another shape, or in evaluation, {why}")
         chosen.add(axes[0])
-    return Cut(reading, frozenset(chosen), degree)
+    cut = Cut(reading, frozenset(chosen), degree)
+    for node, name in held.items():
+        if cut.axis_of(reading.dims[node]) is not None and not (name in parts and parts[name].cut):
+            raise Refused(
+                f"plan: tp keeps {name} whole, but with a batch of another shape, or in evaluation, it is cut"
+            )
+    return cut
 
 
 def report(cut: Cut, traced: Traced) -> Mapping[str, str]:
@@ -133,5 +189,11 @@ def _say(cut: Cut, dims: Sequence[Dim]) -> str:
     if at is not None:
         place, axis = at
         return f"dimension {place} cut along an axis of {axis.size}"
-    why = dict.fromkeys(axis.blocked or f"{axis.size} are fewer than {cut.degree}" for d in dims for axis in leaves(d))
+    why = dict.fromkeys(_why_whole(axis, cut.degree) for dim in dims for axis in leaves(dim))
     return "whole: " + "; ".join(why)
+
+
+def _why_whole(axis: Axis, degree: int) -> str:
+    if not axis.blocked and axis.size >= degree:
+        return f"another axis that its {axis.size} meet is cut"
+    return axis.blocked or f"{axis.size} are fewer than {degree}"

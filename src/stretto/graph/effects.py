@@ -14,7 +14,9 @@ from typing import Final
 import torch
 from torch import fx
 
-_WRITES_UNSAID: Final = MappingProxyType({"aten::batch_norm": (3, 4)})  # running statistics, where it trains
+_WRITES_UNSAID: Final = MappingProxyType(
+    {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
+)  # running statistics, where it trains
 
 
 def written_in(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -68,7 +70,7 @@ def draws_in(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     name, arguments = schema_name(node), [*node.args, *node.kwargs.values()]
-    if name in ("aten::dropout", "aten::dropout_", "aten::feature_dropout", "aten::alpha_dropout"):
+    if name.removesuffix("_") in ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"):
         return bool(arguments[1]) and bool(arguments[2])
     if name == "aten::scaled_dot_product_attention":
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from stretto.graph.axes import Axis, leaves
+from stretto.graph.axes import Axis, leaves, size
 from stretto.graph.classes import picking, reduced_places
 from stretto.graph.cut import Cut
 from stretto.graph.reading import _argument, _each, _name
@@ -19,7 +19,7 @@ from stretto.graph.regions import NONE, Regions
 from stretto.graph.stages import Stages
 from stretto.state import Part
 
-ENTER, LEAVE, DROP = "enter", "leave", "drop"
+ENTER, LEAVE, DROP, NORM = "enter", "leave", "drop", "norm"
 ROWS, CROSS_ENTROPY, LOGSUMEXP, SOFTMAX, LARGEST, PICK, COLLECT = (
     *("rows", "cross_entropy", "logsumexp", "softmax", "largest", "pick", "collect"),
 )
@@ -54,11 +54,11 @@ class Localizer:
 
     The graph calls modules that whoever runs it brings along: ``enter`` (as it is; its gradient is added up over the
     group), ``leave`` (added up over the group; its gradient as it is), ``drop`` (dropout of a part, by the numbers that
-    the whole would draw), ``rows`` (of a part of a table, zeros for those of other ranks), ``collect`` (the whole of
-    what lies in parts), and what a loss wants of classes that lie in parts: ``cross_entropy``, ``logsumexp``,
-    ``softmax``, ``largest`` and ``pick``. Where values lie in parts along a sequence (``regions``): ``scatter`` (added
-    up over the group, each its own part), ``gather`` (the reverse, its gradient too), and ``own`` (a part of what is
-    whole, its gradient gathered).
+    the whole would draw), ``norm`` (batch norm by the statistics of all workers' samples), ``rows`` (of a part of a
+    table, zeros for those of other ranks), ``collect`` (the whole of what lies in parts), and what a loss wants of
+    classes that lie in parts: ``cross_entropy``, ``logsumexp``, ``softmax``, ``largest`` and ``pick``. Where values lie
+    in parts along a sequence (``regions``): ``scatter`` (added up over the group, each its own part), ``gather`` (the
+    reverse, its gradient too), and ``own`` (a part of what is whole, its gradient gathered).
     """
 
     def __init__(self, stages: Stages, cut: Cut, rank: int, regions: Regions = NONE) -> None:
@@ -102,6 +102,9 @@ class Localizer:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         axis, over = self._axis(node), self._over(node)
+        if _name(node) == "batch_norm" and node.args[5]:
+            given = [self.given(value, axis) for value in node.args[:5]]
+            return self.module(NORM, *given, *node.args[6:8])
         if over is not None:
             return self._contract(node, over)
         if axis is None:
@@ -114,6 +117,17 @@ class Localizer:
     def shape(self, node: fx.Node) -> list[int]:
         """Of a value as it lies on this rank."""
         return self.local_shape(node) if self._cut.axes else [int(size) for size in node.meta["val"].shape]
+
+    def mean_bytes(self, node: fx.Node) -> int:
+        """Of what a node of a portion gives, on average over the ranks, so that all of them reckon alike. A part of
+        a sum is as large as the sum."""
+        while WHOLE not in node.meta and len(node.users) == 1:
+            (node,) = node.users
+        whole = node.meta.get(WHOLE)
+        value: Any = None if whole is None else whole.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        found = sum(one.numel() * one.element_size() for one in values if isinstance(one, torch.Tensor))
+        return int(found) if whole is None or self._axis(whole) is None else int(found) // self._cut.degree
 
     def part_of(self, node: fx.Node) -> Part | None:
         """What of a value lies on this rank; None: all of it."""
@@ -150,6 +164,12 @@ class Localizer:
         """The cut axis that a node adds up over."""
         inner = self._cut.reading.contracted.get(node, ())
         return next((axis for axis in leaves(inner) if axis in self._cut.axes), None)
+
+    def given(self, value: Any, axis: Axis | None) -> Any:
+        """An argument of an operation as it is here; ``axis``: along which the operation is cut."""
+        if not isinstance(value, fx.Node):
+            return value
+        return self.whole(value) if axis is None else self.inside(value, axis)
 
     def inside(self, node: fx.Node, axis: Axis | None) -> fx.Node:
         """A tensor as an operation on a part takes it: what is whole gets its gradient from every rank. ``axis``: of
@@ -252,8 +272,37 @@ def _dropout(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     source, rate, training = node.args
     if not rate or not training:
         return at.call(node, at.inside(source, axis), rate, training)  # type: ignore[arg-type]
+    shape, dim, pieces = at.part(node)
     steps = list(source.meta["val"].stride())  # type: ignore[union-attr]
-    return at.module(DROP, at.inside(source, axis), rate, *at.part(node), steps)  # type: ignore[arg-type]
+    if _name(node).startswith("feature"):  # it drops whole channels
+        shape = [*shape[:2], *(1 for _ in shape[2:])]
+        steps = list(torch.empty(shape, device="meta").stride())
+    dropped = at.module(DROP, at.inside(source, axis), rate, shape, dim, pieces, steps)  # type: ignore[arg-type]
+    if not _name(node).endswith("_"):
+        return dropped
+    return at._new.call_function(torch.ops.aten.copy_.default, (at.inside(source, axis), dropped))  # type: ignore[arg-type]
+
+
+def _convolution(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    """With as many groups as this rank has."""
+    inside, keywords = [at.given(value, axis) for value in node.args], dict(node.kwargs)
+    transposed, weight = _name(node).startswith("conv_transpose"), at._cut.reading.of(node.args[1])
+    both = at._cut.reading.of(node if transposed else node.args[0])[1]  # groups times the weight's second dimension
+    groups = at._cut.local(both, at._rank) // at._cut.local(weight[1], at._rank)
+    if len(inside) > 6:
+        inside[6] = groups
+    elif "groups" in keywords:
+        keywords["groups"] = groups
+    return at.call(node, *inside, **keywords)
+
+
+def _group_norm(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
+    """With as many groups as this rank has; each is whole."""
+    source, *rest = node.args
+    count: Any = rest.pop(0)
+    channels = at._cut.reading.of(source)[1]
+    groups = at._cut.local(channels, at._rank) * int(count) // size(channels)
+    return at.call(node, at.given(source, axis), groups, *(at.given(value, axis) for value in rest))
 
 
 def _picked(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
@@ -322,8 +371,10 @@ _REWRITES: Final[Mapping[str, _Rewrite]] = MappingProxyType(
         **dict.fromkeys(("split", "split_with_sizes"), _split),
         "chunk": _chunk,
         "expand": _expanded,
-        "dropout": _dropout,
+        **dict.fromkeys(("dropout", "dropout_", "feature_dropout", "feature_dropout_"), _dropout),
         "getitem": _picked,
+        **dict.fromkeys((f"conv{kind}{count}d" for kind in ("", "_transpose") for count in (1, 2, 3)), _convolution),
+        "group_norm": _group_norm,
     }
 )
 _OVER: Final[Mapping[str, _Rewrite]] = MappingProxyType(

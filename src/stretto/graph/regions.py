@@ -23,7 +23,9 @@ from stretto.graph.reading import _argument, _each, _name, _shape
 from stretto.graph.trace import Traced
 
 _AS_IT_IS: Final = ("dropout", "to", "alias", "clone", "contiguous", "detach", "_to_copy")
-_MOVES: Final = ("transpose", "permute", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+_MOVES: Final = (
+    *("transpose", "permute", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
+)
 _NORMS: Final = ("layer_norm", "rms_norm")
 _SOFTMAX: Final = ("softmax", "log_softmax", "_softmax")
 _REDUCTIONS: Final = ("mean", "sum", "amax", "amin", "logsumexp")
@@ -101,7 +103,8 @@ class _Finder:
         found: set[fx.Node] = set()
         for node in reversed(self._nodes):
             plain = node not in axes and self._is_whole(node) and bool(self._descent.get(node))
-            if plain and _floats(node) and node.target is not operator.getitem and self._plain(node):
+            known = node.target is not operator.getitem and _name(node) != "batch_norm"
+            if plain and known and _floats(node) and self._plain(node):
                 uses = list(node.users)
                 if uses and all(use in found or self._enters(node, use, axes) for use in uses):
                     found.add(node)

@@ -12,6 +12,7 @@ from torch import fx
 from stretto.graph.axes import Dims, leaves, size
 from stretto.graph.classes import CLASSES
 from stretto.graph.reading import Found, Reading, _argument, _each, _name, _shape, _shapes, _tensors, _unknown
+from stretto.graph.spatial import RUNNING, SPATIAL, normalizes
 from stretto.graph.trace import Traced
 
 
@@ -25,10 +26,11 @@ def read(traced: Traced, output: str = "it is in the model's output") -> Reading
     gathered."""
     found = Reading(loss=traced.loss or frozenset(), fed=_fed(traced))
     known: dict[str, Dims] = {}
-    used = {traced.parameters.get(node.name) for node in traced.graph.graph.nodes if node.users}
+    names = {**traced.parameters, **traced.buffers}
+    used = {names.get(node.name) for node in traced.graph.graph.nodes if node.users}
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder":
-            name = traced.parameters.get(node.name)
+            name = names.get(node.name)
             dims = found.dims[node] = known.get(name or "") or _placeholder(found, node, traced)
             if name is not None:
                 known[name] = dims  # a tied one has the same axes wherever it stands
@@ -59,6 +61,8 @@ def _placeholder(found: Reading, node: fx.Node, traced: Traced) -> Dims:
         return found.axes.dims(_shape(node))
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return ()
+    if node.name in traced.buffers and all(normalizes(user) and node in user.args[RUNNING] for user in node.users):
+        return found.axes.dims(_shape(node))
     return found.axes.dims(_shape(node), "it is in the model's input, or in a buffer")
 
 
@@ -231,31 +235,22 @@ def _norm(found: Reading, node: fx.Node) -> Dims:
     return dims
 
 
-def _convolution(found: Reading, node: fx.Node) -> Dims:
-    """x [batch, in, ...], weight [out, in, ...] -> [batch, out, ...]."""
-    x, weight = found.of(node.args[0]), found.of(node.args[1])
-    if int(_argument(node, 6, "groups", 1)) != 1 or len(x) != len(weight):
-        return _unknown(found, node)  # type: ignore[return-value]
-    found.axes.same(x[1], weight[1])
-    found.contracted[node] = weight[1]
-    bias = _argument(node, 2, "bias")
-    if bias is not None:
-        found.axes.same(found.of(bias)[0], weight[0])
-    for dim in (*x[2:], *weight[2:]):
-        found.block_dim(dim, "a convolution runs over it")
-    return (x[0], weight[0], *found.axes.dims(_shape(node)[2:], "a convolution runs over it"))
+def _nothing(found: Reading, node: fx.Node) -> Dims:
+    return ()
 
 
 _SAME: Final[Sequence[str]] = ("dropout", "to", "alias", "clone", "contiguous", "detach", "_to_copy", "dropout_")
+_UNTAGGED: Final[Sequence[str]] = ("relu6_", "hardswish", "hardswish_", "mish_", "log_sigmoid")  # torch tags all others
 _RULES: Final[Mapping[str, Callable[[Reading, fx.Node], Found]]] = MappingProxyType(
     {
         **dict.fromkeys(_SAME, _as_it_is),
+        **dict.fromkeys(_UNTAGGED, _pointwise),
         **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"), _view),
         **dict.fromkeys(("select", "slice", "narrow"), _along),
         **dict.fromkeys(("split", "chunk", "unbind", "split_with_sizes"), _parts),
         **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
         **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
-        **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+        **SPATIAL,
         **dict.fromkeys(("cat", "stack"), _cat),
         "permute": _permute,
         "transpose": _transpose,

@@ -1,9 +1,9 @@
 """A traced graph cut into stages: which stage runs each operation, and what passes between them.
 
-The operations stay in the order in which the model runs them, and a stage is a stretch of that order. What a later
-stage needs of an earlier one goes straight there, over any number of stages between (skip connections). What depends on
-the model's arguments alone (masks, positions), or on parameters alone (their views), is computed again wherever it is
-used: every stage is called with the model's own arguments.
+A stage's operations stay in the order in which the model runs them. What a later stage needs of an earlier one goes
+straight there, over any number of stages between (skip connections). What depends on the model's arguments alone
+(masks, positions), or on parameters alone (their views), is computed again wherever it is used: every stage is called
+with the model's own arguments.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 from torch import fx
 
 from stretto.errors import Refused
+from stretto.graph.assignment import Assignment
 from stretto.graph.effects import base_of, draws_in, schema_name, writes, written_in
 from stretto.graph.trace import Traced
 
+_NO_STAGES: Final = "stages of it can't run that"
 MESSAGE_BYTES: Final = 2**15  # that could be sent in the time that a message takes, however small it is
 
 
@@ -63,12 +65,12 @@ class Work:
         spans = []
         for node, at in place.items():
             users = [len(self.nodes) - 1 if user.op == "output" else place[user] for user in node.users]
-            spans.append((at, max(users, default=at), _num_bytes(node) + MESSAGE_BYTES))
+            spans.append((at, max(users, default=at), num_bytes_of(node) + MESSAGE_BYTES))
         uses: dict[fx.Node, list[int]] = {}
         for node, at in place.items():
             for parameter in self.parameters(node):
                 uses.setdefault(parameter, []).append(at)
-        spans += [(places[0], places[-1], _num_bytes(one) + MESSAGE_BYTES) for one, places in uses.items()]
+        spans += [(places[0], places[-1], num_bytes_of(one) + MESSAGE_BYTES) for one, places in uses.items()]
         steps = [0] * (len(self.nodes) + 1)
         for first, last, num_bytes in spans:
             steps[first + 1] += num_bytes
@@ -87,7 +89,8 @@ class Stages:
     """The graph in stages.
 
     Args:
-        nodes: of each stage its operations, in order.
+        of: of each operation that belongs to one stage, which.
+        nodes: of each stage its operations, in order; also those that several compute.
         incoming: of each stage, by the stage that they come from, the values that it needs.
         users: of each parameter the stages that use it, by name.
         carries: values whose gradient somebody wants.
@@ -96,13 +99,18 @@ class Stages:
     """
 
     traced: Traced
-    count: int
+    of: Mapping[fx.Node, int]
     nodes: tuple[tuple[fx.Node, ...], ...]
     incoming: tuple[Mapping[int, tuple[fx.Node, ...]], ...]
     users: Mapping[str, tuple[int, ...]]
     carries: frozenset[fx.Node]
     draws: tuple[int, ...]
     changes: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        """How many stages there are."""
+        return len(self.nodes)
 
     @property
     def hands_on(self) -> tuple[tuple[int, int], ...]:
@@ -147,25 +155,71 @@ def work_of(traced: Traced, trains: Mapping[str, bool], changing: Collection[str
     return Work(traced, tuple(work), free, together, _carrying(traced, trains))
 
 
-def stages_at(work: Work, starts: Sequence[int]) -> Stages:
-    """The graph cut where the stages after the first begin: places in ``work.nodes``, rising, the same ones twice for a
-    stage without any operation."""
-    of = {node: sum(start <= place for start in starts) for place, node in enumerate(work.nodes)}
-    return _stages(work, of, len(starts) + 1)
+def stages_of(work: Work, assignment: Assignment) -> Stages:
+    """The graph cut as assigned."""
+    return _stages(work, dict(zip(work.nodes, assignment.stages, strict=True)), len(assignment.ranks))
 
 
-def stages_like(
-    work: Work, users: Mapping[str, tuple[int, ...]], count: int, changes: Mapping[str, int]
-) -> Stages:
-    """The cut of another graph of the same model by which each stage uses the parameters that it used before.
-
-    Args:
-        changes: buffers that forward changed there, and the stage that did: it alone has them as they are now.
+def stages_like(work: Work, first: Stages) -> Stages:
+    """The cut of another graph of the same model by which each stage does what it did in the first one: the same
+    operations of the same modules where these are the same, or else those with the parameters that it used.
 
     Raises:
-        Refused: in this graph the parameters of one stage are used after those of a later one, or by another stage; or
-            forward changes other buffers.
+        Refused: in this graph the parameters of one stage are used after those of a later one, or by another stage;
+            forward changes other buffers, which one stage alone has as they are; or stages wait for others than before.
     """
+    found = _stages(work, _by_operation(work, first) or _by_parameters(work, first), first.count)
+    elsewhere = [name for name, stages in found.users.items() if not set(stages) <= set(first.users[name])]
+    elsewhere += [name for name, stage in found.changes.items() if first.changes.get(name) != stage]
+    if elsewhere:
+        raise Refused(
+            "plan: with a batch of another shape, or in evaluation, another stage than in training uses or changes "
+            f"{', '.join(sorted(elsewhere))}; {_NO_STAGES}"
+        )
+    waits = _waiting(first.feeds, first.count)
+    for source, to in found.feeds:
+        if source not in waits[to]:  # a schedule may have them the other way round
+            raise Refused(
+                f"plan: with a batch of another shape, or in evaluation, stage {to} needs something of stage {source}, "
+                f"which it does not in training; {_NO_STAGES}"
+            )
+    return found
+
+
+def _waiting(feeds: Iterable[tuple[int, int]], count: int) -> list[set[int]]:
+    """The stages that each waits for, directly or not."""
+    found: list[set[int]] = [set() for _ in range(count)]
+    for source, to in sorted(feeds, key=lambda feed: feed[1]):
+        found[to] |= {source} | found[source]
+    return found
+
+
+def _by_operation(work: Work, first: Stages) -> dict[fx.Node, int] | None:
+    """Each operation where its like was: the same one, of the same module, called as often before. None where an
+    operation has no like, or is called another number of times."""
+    theirs: dict[object, list[int]] = {}
+    loss = frozenset() if work.traced.scored else first.traced.loss or frozenset()
+    for node, stage in ((node, stage) for node, stage in first.of.items() if node not in loss):
+        theirs.setdefault(_kind(node), []).append(stage)
+    ours: dict[object, list[fx.Node]] = {}
+    for node in work.nodes:
+        ours.setdefault(_kind(node), []).append(node)
+    if any(len(theirs.get(kind, ())) != len(nodes) for kind, nodes in ours.items()):
+        return None
+    of = {node: stage for kind, nodes in ours.items() for node, stage in zip(nodes, theirs[kind], strict=True)}
+    apart = any(len({of[node] for node in work.nodes[one : last + 1]}) > 1 for one, last in work.together)
+    draws = [of[node] for node in work.nodes if draws_in(node)]
+    apart = apart or draws != sorted(draws)
+    return None if apart or any(of.get(source, 0) > of[node] for node in of for source in node.all_input_nodes) else of
+
+
+def _kind(node: fx.Node) -> object:
+    return str(node.target), module_of(node)
+
+
+def _by_parameters(work: Work, first: Stages) -> dict[fx.Node, int]:
+    """Each operation in the stage that has its parameters; those without any stay with the one before."""
+    users, changes = first.users, first.changes
     of: dict[fx.Node, int] = {}
     now = 0
     for node in work.nodes:
@@ -175,7 +229,7 @@ def stages_like(
         if alone and (min(alone) < now or len(set(alone)) > 1):
             raise Refused(
                 "plan: with a batch of another shape, or in evaluation, the model uses its layers in another order "
-                f"than in training: {', '.join(sorted(names | read))}; pp can't run it in stages"
+                f"than in training: {', '.join(sorted(names | read))}; {_NO_STAGES}"
             )
         for name in names:
             if now not in users[name] and not alone:  # one of several users of a tied parameter
@@ -183,18 +237,10 @@ def stages_like(
                 now = later[0] if later else now
         now = alone[0] if alone else now
         of[node] = now
-    for first, last in work.together:
-        for node in work.nodes[first : last + 1]:
+    for one, last in work.together:
+        for node in work.nodes[one : last + 1]:
             of[node] = of[work.nodes[last]]
-    found = _stages(work, of, count)
-    elsewhere = [name for name, stages in found.users.items() if not set(stages) <= set(users[name])]
-    elsewhere += [name for name, stage in found.changes.items() if changes.get(name) != stage]
-    if elsewhere:
-        raise Refused(
-            "plan: with a batch of another shape, or in evaluation, another stage than in training uses or changes "
-            f"{', '.join(sorted(elsewhere))}; pp can't run it in stages"
-        )
-    return found
+    return of
 
 
 def _stages(work: Work, of: Mapping[fx.Node, int], count: int) -> Stages:
@@ -221,7 +267,7 @@ def _stages(work: Work, of: Mapping[fx.Node, int], count: int) -> Stages:
     draws = sorted({of[node] for node in work.nodes if draws_in(node)})
     return Stages(
         traced,
-        count,
+        of,
         tuple(nodes),
         tuple(incoming),
         {name: tuple(found or [0]) for name, found in users.items()},
@@ -283,7 +329,8 @@ def _loss_last(traced: Traced, work: Sequence[fx.Node]) -> Iterable[tuple[int, i
         yield first - 1, len(work) - 1
 
 
-def _num_bytes(node: fx.Node) -> int:
+def num_bytes_of(node: fx.Node) -> int:
+    """Of what an operation gives."""
     value: Any = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return sum(one.numel() * one.element_size() for one in values if isinstance(one, torch.Tensor))
@@ -300,3 +347,9 @@ def _with_free(nodes: Iterable[fx.Node], free: frozenset[fx.Node]) -> set[fx.Nod
         found.add(node)
         left += [source for source in node.all_input_nodes if source in free]
     return found
+
+
+def module_of(node: fx.Node) -> str:
+    """The module that an operation belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""

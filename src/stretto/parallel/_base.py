@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from stretto.comm.group import Group
 from stretto.comm.line import Line
 from stretto.comm.members import Members
+from stretto.graph.assignment import Assignment
 from stretto.graph.trace import Scoring
 from stretto.schedule import Schedule
 from stretto.state import Box, Part, Shares, Slice, StateSource, TensorSpec
@@ -31,7 +32,7 @@ Roots = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Where backward begins, and with which gradients."""
 
 Around = Callable[..., AbstractContextManager[None]]
-"""What surrounds backward of a microbatch, and mostly its forward: ``(last, ghost)``; see `sync.Sync.microbatch`."""
+"""What surrounds backward of a microbatch, and mostly its forward: see `sync.Sync.microbatch`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Manner:
         offload: what lies on the host: ``none``, ``optimizer``, ``activations`` or ``all``.
         surround: what surrounds forward, and so what of it is computed again.
         example: one microbatch, for layouts that trace the model and measure it.
-        starts: where stages begin, as another layout of the same model has found; None: by measurement.
+        assignment: the stages, as another layout of the same model has found them; None: by measurement.
     """
 
     compute: torch.dtype = torch.float32
@@ -95,7 +96,7 @@ class Manner:
     offload: str = "none"
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Example | None = None
-    starts: Sequence[int] | None = None
+    assignment: Assignment | None = None
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,7 @@ class Place:
     @property
     def pieces(self) -> list[tuple[Box, tuple[slice, ...]]]:
         """Each box, and where it lies in ``local``."""
-        if len(self.part.boxes) == 1:
-            return [(self.box, (slice(None),) * len(self.box.starts))]
-        ahead = (slice(None),) * self.part.dim
-        return [(box, (*ahead, where)) for box, where in self.part.places()]
+        return self.part.pieces
 
     def gather(self, read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
         """What lies here, put together from its boxes."""

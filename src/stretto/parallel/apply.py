@@ -16,6 +16,8 @@ from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 
+LINE: Final = ("pp", "branch")  # the axes over which the model's stages lie; one of them has a degree
+
 
 def _whole(template: Template, ranks: Ranks, manner: Manner) -> Applied:
     from stretto.parallel.whole import Whole
@@ -63,23 +65,16 @@ _LAYOUTS: Final[Mapping[int, Callable[[Template, Ranks, Manner], Applied]]] = Ma
 def check(template: Template, plan: Plan) -> None:
     """Raises Refused, by name, where ``plan`` would change the numbers of this model."""
     norms = batch_norms(template.structure)
-    if plan.tp * plan.pp > 1 and 1 < plan.dp_shard < plan.dp:
+    if plan.traced and 1 < plan.dp_shard < plan.dp:
         raise Refused(
-            f"plan {plan}: several copies of sharded weights (dp_replicate beside dp_shard) don't go with tp or pp "
-            "yet; use dp with zero=1, 2 or 3"
+            f"plan {plan}: several copies of sharded weights (dp_replicate beside dp_shard) don't go with tp, pp "
+            "or branch yet; use dp with zero=1, 2 or 3"
         )
     if norms and plan.microbatches > 1:
         raise Refused(
             f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "
             f"would be of pieces. Use microbatches=1, or replace it by GroupNorm"
         )
-    if norms and plan.pp > 1 and plan.dp > 1:
-        raise Refused(
-            f"plan {plan}: {norms[0]} is a BatchNorm, which pp can't run over several workers' samples yet; use dp=1, "
-            "or GroupNorm"
-        )
-    if norms and plan.tp > 1:
-        raise Refused(f"plan {plan}: {norms[0]} is a BatchNorm, which tp can't cut yet; use tp=1, or GroupNorm")
     if plan.dp * plan.microbatches > 1:
         _check_tables(template, plan)
 
@@ -118,9 +113,12 @@ def apply(template: Template, plan: Plan, group: Group, manner: Manner | None = 
         replicas=group.along(mesh, "dp_replicate"),
         tensor=group.along(mesh, "tp"),
         stage=group.along(mesh, *samples, "tp"),
-        line=group.line(mesh, "pp"),
-        holders=lambda stages: (group.holders(mesh, stages, *samples), group.holders(mesh, stages, *samples, "tp")),
+        line=group.line(mesh, *LINE),
+        holders=lambda ranks: (
+            group.holders(mesh, LINE, ranks, *samples),
+            group.holders(mesh, LINE, ranks, *samples, "tp"),
+        ),
     )
-    if plan.tp * plan.pp > 1:
+    if plan.traced:
         return _divided(template, plan, ranks, manner or Manner())
     return _LAYOUTS[plan.zero](template, ranks, manner or Manner())

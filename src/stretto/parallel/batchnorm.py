@@ -88,6 +88,30 @@ class GlobalBatchNorm:
             child.__dict__.pop("forward", None)
 
 
+class NormOfAll(nn.Module):
+    """What a traced graph calls in place of a batch norm that trains: the same, over all ranks of the group."""
+
+    def __init__(self, norm: GlobalBatchNorm) -> None:
+        super().__init__()
+        self._norm = norm
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """As aten's; counting the batches is another operation of the graph."""
+        normalised, found = _normalise(self._norm, x, weight, bias, eps)
+        if found is not None and running_mean is not None and running_var is not None:
+            _move(running_mean, running_var, momentum, found[0], found[1], float(found[2]))
+        return normalised
+
+
 def _forward(norm: GlobalBatchNorm, module: _BatchNorm, x: Tensor) -> Tensor:
     if not module.training and module.running_mean is not None:
         scale = 0.0 if module.momentum is None else module.momentum
@@ -96,17 +120,27 @@ def _forward(norm: GlobalBatchNorm, module: _BatchNorm, x: Tensor) -> Tensor:
         return F.batch_norm(wide, module.running_mean, module.running_var, weight, bias, False, scale, module.eps).to(
             x.dtype
         )
+    normalised, found = _normalise(norm, x, module.weight, module.bias, module.eps)
+    if found is not None and module.training and module.track_running_stats and module.running_mean is not None:
+        _track(module, found[0], found[1], float(found[2]))
+    return normalised
+
+
+def _normalise(
+    norm: GlobalBatchNorm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Statistics | None]:
+    """And the statistics, where they are new."""
     known = norm.known()
-    normalised, mean, variance, count = _Normalise.apply(x, norm.group, norm.counts, module.eps, known)  # type: ignore[no-untyped-call]
+    normalised, *found = _Normalise.apply(x, norm.group, norm.counts, eps, known)  # type: ignore[no-untyped-call]
+    mean, variance, count = found
     if known is None:
         norm.note((mean, variance, count))
-    if known is None and module.training and module.track_running_stats and module.running_mean is not None:
-        _track(module, mean, variance, float(count))
-    if module.weight is not None:
-        shape = (1, -1, *(1 for _ in x.shape[2:]))
-        weight, bias = (part.to(normalised.dtype).view(shape) for part in (module.weight, module.bias))
-        normalised = normalised * weight + bias
-    return cast(Tensor, normalised.to(x.dtype))
+    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    if weight is not None:
+        normalised = normalised * weight.to(normalised.dtype).view(shape)
+    if bias is not None:
+        normalised = normalised + bias.to(normalised.dtype).view(shape)
+    return cast(Tensor, normalised.to(x.dtype)), (mean, variance, count) if known is None else None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -122,10 +156,16 @@ def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: float) -> 
         module.num_batches_tracked.add_(1)
         if momentum is None:
             momentum = 1.0 / float(module.num_batches_tracked)
-    factor = 0.0 if momentum is None else momentum
+    _move(module.running_mean, module.running_var, 0.0 if momentum is None else momentum, mean, variance, count)
+
+
+@torch.no_grad()
+def _move(
+    running_mean: Tensor, running_var: Tensor, factor: float, mean: Tensor, variance: Tensor, count: float
+) -> None:
     unbiased = variance * (count / max(count - 1.0, 1.0))
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-    module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+    running_mean.lerp_(mean.to(running_mean.dtype), factor)
+    running_var.lerp_(unbiased.to(running_var.dtype), factor)
 
 
 class _Normalise(torch.autograd.Function):

@@ -1,8 +1,9 @@
-"""``tp`` and ``pp``: a model cut inside its layers, and into stages, over ranks that have the same samples.
+"""``tp``, ``pp`` and ``branch``: a model cut inside its layers, and into stages, over ranks that have the same samples.
 
 What is cut, and how, comes from the traced graph, whatever the modules are called: axes of its tensors for ``tp``
 (:mod:`stretto.graph.cut`; Megatron-LM, arXiv 1909.08053, section 3), stretches of its operations for ``pp``
-(:mod:`stretto.graph.stages`; GPipe, arXiv 1811.06965). What runs is that graph on a rank's parts: the model's own
+(:mod:`stretto.graph.stages`; GPipe, arXiv 1811.06965), towers of them for ``branch`` (:mod:`stretto.graph.towers`).
+What runs is that graph on a rank's parts: the model's own
 operations in their own order. Python that forward runs beside them runs once, when it is traced: for each mode
 (training or not) and each shape of a batch.
 """
@@ -16,39 +17,40 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
 from stretto.errors import Refused
-from stretto.graph.balance import balanced
-from stretto.graph.cut import Cut, follow_cut, plan_cut, report
-from stretto.graph.reading import Reading
+from stretto.graph.cut import Cut, follow_cut
 from stretto.graph.regions import NONE, find_regions
-from stretto.graph.rules import read, whole_output
-from stretto.graph.stages import Stages, stages_at, stages_like, work_of
+from stretto.graph.rules import read
+from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
+from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
+from stretto.parallel.inside import buffer_parts_of, cut_inside, give_parts, parts_of, uncut
 from stretto.parallel.layout import Placed, buffer_slices, export_places
-from stretto.parallel.measure import costs_of
+from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.pipeline import Execution, Forwarded
 from stretto.parallel.program import Looker, Program
 from stretto.parallel.scored import trace_step, unseen
+from stretto.parallel.staged import Staged, stage
+from stretto.parallel.stretches import Repeating
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
-from stretto.state import Box, Part, Shares, Slice, assign_owners, deal
+from stretto.state import Shares, Slice, assign_owners, deal
 
 _NOTHING: Final = torch.empty(0)
 
 
 class Divided(Placed):
-    """A rank's part of every layer of its stages; ``starts`` says where these begin.
+    """A rank's part of every layer of its stages; ``assignment`` says which there are.
 
     Raises:
         Refused: the model can't be traced, or can't be cut as the plan says.
@@ -57,32 +59,41 @@ class Divided(Placed):
     def __init__(self, template: Template, plan: Plan, ranks: Ranks, manner: Manner) -> None:
         self.reduces_once = manner.reduce_once
         types = narrowed(template, manner.compute)
-        super().__init__(template.build(ranks.world.device, types), ranks, manner)
+        super().__init__(template.build(ranks.world.device, types), ranks, manner, by_modules=False)
         self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
         self._looker: Looker | None = None
+        if types and (norms := batch_norms(self._whole)):
+            raise Refused(
+                f"plan {plan}: {norms[0]} is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone: torch's "
+                "own, which is traced, takes no weights of a lower type than its statistics. Use fp32, dp, or GroupNorm"
+            )
         assert manner.example is not None
         self._surround = manner.surround
         traced = self._trace(template, types, manner)
-        cut = _cut(traced, ranks.tensor.size, self._unscored)
-        stages = self._stages(traced, template, manner)
-        count = plan.num_stages
-        self._flow = Flow(tuple(stage % plan.pp for stage in range(count)), stages.feeds)
+        cut = cut_inside(traced, template, ranks.tensor.size, self._unscored)
+        staged = self._staged(traced, template, manner)
+        stages = self._stages = staged.stages
+        self.assignment, self._flow = staged.assignment, staged.flow
+        self.notes = (*self.notes, *cut.notes, *staged.notes)
         self._users = stages.users
-        self._cuts = _parts(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
+        self._cuts = parts_of(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
         self._refuse_shared(types)
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
-        _replace(self.module, self._parts)
+        self._cut_buffers = buffer_parts_of(cut, traced, self._whole, ranks.tensor.rank)
+        give_parts(self.module, {**self._parts, **{name: part for name, (_, part) in self._cut_buffers.items()}})
         self._places = self._offloaded.places(self._settle(template))
         self._frozen = {name: p.compute for name, p in self._places.items() if not template.trainable[name]}
         self._changes = stages.changes
         self._order = build_schedule(plan.schedule or "1f1b", self._flow, plan.microbatches)
-        self.schedule = self._order if plan.pp > 1 else None
-        self._programs[_key(True, manner.example.given(traced.scored))] = self._program(stages, cut)
+        self.schedule = self._order if plan.line > 1 else None
+        self._repeating = _repeating(self._order, manner, self._offloaded.activations)
+        program = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
+        self._programs[_key(True, manner.example.given(traced.scored))] = program
         self._forwards = _forward_only(self._flow)
         self._open_line()
         self.module.forward = self._forward(self.module.forward)
@@ -104,7 +115,7 @@ class Divided(Placed):
 
         module, self._scored, self._unscored = self._whole.train(), None, ""
         if self.ranks.tensor.size > 1:
-            traced, self._unscored = trace_step(module, example, self._plan.num_stages, differs, manner.surround)
+            traced, self._unscored = trace_step(module, example, self._plan.line, differs, manner.surround)
             if traced.scored:
                 self._scored = example.scoring
                 return traced
@@ -121,31 +132,30 @@ class Divided(Placed):
         passing = sum(shape.num_bytes for shape in program.shapes.values())
         ranks = self._flow.ranks
         pairs = {(ranks[source], ranks[to]) for source, to in self._flow.feeds if ranks[source] != ranks[to]}
-        ahead = min(self._plan.microbatches, self._plan.pp + 1)
+        ahead = min(self._plan.microbatches, self._plan.line + 1)
         self.ranks.line.open(passing * ahead, [*pairs, *((to, source) for source, to in pairs)])
 
     # ---- what lies where
 
-    def _stages(self, traced: Traced, template: Template, manner: Manner) -> Stages:
-        """The first graph in stages that take as long as one another, by one rank's measurement."""
-        work, count = work_of(traced, self._trains), self._plan.num_stages
-        if count == 1 or manner.starts is not None:
-            self.starts = tuple(manner.starts or ())
-            return stages_at(work, self.starts)
-        assert manner.example is not None
-        found = None
-        if self.ranks.everyone.rank == 0:
-            with manner.surround():
-                found = costs_of(work, self._whole, template.structure, manner.example)
-        costs = [sum(both) for both in self.ranks.everyone.broadcast_json(found)]
-        self.starts = balanced(costs, work.edges, work.crossing_bytes(), count)
-        return stages_at(work, self.starts)
+    def _staged(self, traced: Traced, template: Template, manner: Manner) -> Staged:
+        """The first graph in stages, by one rank's measurement."""
+        example, everyone = manner.example, self.ranks.everyone
+        assert example is not None
+
+        def measure(work: Work) -> list[Seconds]:
+            found = None
+            if everyone.rank == 0:
+                with manner.surround():
+                    found = costs_of(work, self._whole, template.structure, example)
+            return [(forward, backward) for forward, backward in everyone.broadcast_json(found)]
+
+        return stage(traced, self._trains, self._plan, measure, manner.assignment, template.layout)
 
     def _ranks_of(self, name: str, template: Template) -> tuple[int, ...]:
         """The ranks of the pipeline that hold a parameter. One that no stage can be without a part of is everywhere."""
         spec = template.specs[name]
         if not spec.shape or not spec.numel:
-            return tuple(range(self._plan.pp))
+            return tuple(range(self._plan.line))
         return tuple(sorted({self._flow.ranks[stage] for stage in self._users[name]}))
 
     def _refuse_shared(self, narrow: Collection[str]) -> None:
@@ -155,7 +165,7 @@ class Divided(Placed):
             raise Refused(
                 f"plan {self._plan}: {shared[0]} is used by several stages. One device adds the gradients of its uses "
                 "in the lower precision that forward computes with, the stages in float32, so the numbers would differ "
-                "by that rounding; use fp32, or pp=1, or a parameter for each use"
+                "by that rounding; use fp32, or a plan without pp and branch, or a parameter for each use"
             )
 
     def _settle(self, template: Template) -> dict[str, Place]:
@@ -201,25 +211,28 @@ class Divided(Placed):
             )
         except Unavailable as error:
             raise Refused(
-                f"plan {self._plan}: zero=3 beside tp or pp keeps one copy of the weights in memory that its ranks "
-                f"share, and here that can't be: {error}; use zero=2"
+                f"plan {self._plan}: zero=3 beside tp, pp or branch keeps one copy of the weights in memory that its "
+                f"ranks share, and here that can't be: {error}; use zero=2"
             ) from error
         return shares
 
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`; a buffer that a stage changes is only known there."""
         yield from export_places(self._places)
-        yield from buffer_slices(self.module, self.ranks.everyone, leave_out=self._changes)
-        here = {name for name, stage in self._changes.items() if self._flow.ranks[stage] == self.ranks.line.rank}
-        others = {name for name, _ in self.module.named_buffers()} - here
-        yield from buffer_slices(self.module, self.ranks.stage, leave_out=others)
+        cut, every = self._cut_buffers, {name for name, _ in self.module.named_buffers()}
+        yield from buffer_slices(self.module, self.ranks.everyone, leave_out={*self._changes, *cut})
+        here = {name for name in every if self._flow.ranks[self._changes.get(name, 0)] == self.ranks.line.rank}
+        changed = (here & set(self._changes)) - set(cut)
+        yield from buffer_slices(self.module, self.ranks.stage, leave_out=every - changed)
+        yield from buffer_slices(self.module, self.ranks.world, every - (here & set(cut)), cut)
 
     # ---- running
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; by the plan's schedule."""
         line, saving, looker = self.ranks.line, self._offloaded.saving, self._looker
-        Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
+        with self._norm.counting(not microbatches[0].ghost):  # with a BatchNorm there is one
+            Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
 
     def watch(self, looker: Looker | None) -> None:
         """From now on ``looker`` is shown what training computes, until another one is, or None."""
@@ -248,10 +261,10 @@ class Divided(Placed):
             with torch.enable_grad():
                 traced = trace(self._whole.train(self.module.training), *call, scoring, self._surround)
             size = self.ranks.tensor.size
+            parts = {**self._cuts, **{name: part for name, (_, part) in self._cut_buffers.items()}}
             # What the model gives alone is gathered from the ranks.
-            cut = follow_cut(read(traced, output=""), traced, self._cuts, size) if size > 1 else _uncut()
-            work = work_of(traced, self._trains, self._changes)
-            stages = stages_like(work, self._users, len(self._flow.ranks), self._changes)
+            cut = follow_cut(read(traced, output=""), traced, parts, size) if size > 1 else uncut()
+            stages = stages_like(work_of(traced, self._trains, self._changes), self._stages)
             self._programs[key] = self._program(stages, cut)
         return self._programs[key]
 
@@ -262,19 +275,37 @@ class Divided(Placed):
         regions = find_regions(cut, stages.traced) if self._plan.sequence else NONE
         if regions.why and not self._programs:  # of what is trained on first; a shorter batch may have none
             self.notes = (*self.notes, f"sequence=true is inactive: {regions.why}")
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, regions)
+        repeating, norm = self._repeating, self._norm
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, repeating, norm, regions)
+
+    def _repeated(self, program: Program) -> Program | None:
+        """The program, as it is computed again, and a note in how many pieces; None where that would save nothing."""
+        if self._repeating is None:
+            return program
+        here = {str(stage): portion.num_pieces for stage, portion in program.portions.items()}
+        every = {int(stage): count for found in self.ranks.everyone.gather_json(here) for stage, count in found.items()}
+        how, counts = f"recompute={self._repeating.how}", [every[stage] for stage in sorted(every)]
+        if counts == [1]:
+            said = "the model's traced graph has no place to cut it at that would save memory; its activations are kept"
+            self.notes, self._repeating = (*self.notes, f"{how} is inactive: {said}"), None
+            return None
+        what = f"stages are computed again in {', '.join(map(str, counts))} pieces"
+        what = what if len(counts) > 1 else f"the model's traced graph is computed again in {counts[0]} pieces"
+        self.notes = (*self.notes, f"{how}: {what}")
+        return program
 
     # ---- the contract
 
     @property
     def communicates(self) -> bool:
         """See :class:`Applied`."""
-        return self.ranks.tensor.size > 1
+        return self.ranks.tensor.size > 1 or self._norm.active
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
         """See :class:`Applied`; gradients are left to the sync rule."""
-        yield
+        with self._norm.counting(not ghost):
+            yield
         self._check()
         self._flats.check()
 
@@ -311,6 +342,20 @@ class _Once:
         return nullcontext()
 
 
+def _repeating(schedule: Schedule, manner: Manner, moved: bool) -> Repeating | None:
+    """How a rank's stages are computed again; ``ahead`` is the most that the schedule asks of any stage."""
+    if manner.recompute == "none":
+        return None
+    ahead = dict.fromkeys(range(len(schedule.flow.ranks)), 0)
+    for actions in schedule.actions:
+        under_way = dict.fromkeys(ahead, 0)
+        for action in actions:
+            if action.kind is not Kind.WEIGHT:
+                under_way[action.stage] += 1 if action.kind is Kind.FORWARD else -1
+                ahead[action.stage] = max(ahead[action.stage], under_way[action.stage])
+    return Repeating(manner.recompute, ahead, manner.surround, moved)
+
+
 def _forward_only(flow: Flow) -> Schedule:
     stages = range(len(flow.ranks))
     lists = (
@@ -323,42 +368,3 @@ def _key(training: bool, given: tuple[Any, ...]) -> Any:
     """What a trace holds for: the mode, the shapes, and every number that isn't in a tensor."""
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
     return training, shapes, repr(mapped(given, lambda _: _NOTHING))
-
-
-def _uncut() -> Cut:
-    return Cut(Reading(), frozenset(), 1)
-
-
-def _cut(traced: Traced, degree: int, unscored: str) -> Cut:
-    """Raises Refused where nothing can be cut inside, though ``tp`` asks for it."""
-    if degree == 1:
-        return _uncut()
-    cut = plan_cut(read(traced, whole_output(unscored)), traced, degree)
-    if not cut.axes:
-        whys = report(cut, traced).items()  # of a number there is nothing to say
-        said = next((f"; {name}: {why}" for name, why in whys if not why.endswith(": ")), "")
-        raise Refused(f"plan: tp={degree} finds nothing to cut in this model{said}")
-    return cut
-
-
-def _parts(cut: Cut, traced: Traced, template: Template, rank: int) -> dict[str, Part]:
-    whole = {name: Part((Box.whole(spec.shape),)) for name, spec in template.specs.items()}
-    if not cut.axes:
-        return whole
-    nodes = {traced.parameters[n.name]: n for n in traced.graph.graph.nodes if n.name in traced.parameters}
-    return {**whole, **{name: cut.part(cut.reading.of(node), rank) for name, node in nodes.items()}}
-
-
-def _replace(module: nn.Module, parts: Mapping[str, Part]) -> None:
-    """Gives the module parameters of a rank's shapes, tied ones still tied."""
-    made: dict[int, nn.Parameter] = {}
-    for name, parameter in module.named_parameters():
-        if tuple(parameter.shape) == parts[name].shape:
-            made[id(parameter)] = parameter
-            continue
-        empty = torch.empty(parts[name].shape, dtype=parameter.dtype, device=parameter.device)
-        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    for owner in module.modules():
-        for key, whole in owner._parameters.items():
-            if whole is not None:
-                owner._parameters[key] = made[id(whole)]

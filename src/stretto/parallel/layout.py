@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import nn
@@ -15,23 +18,31 @@ from stretto.parallel.copies import copy_down
 from stretto.parallel.offload import Offloaded
 from stretto.parallel.recompute import Recomputed
 from stretto.schedule import Schedule
-from stretto.state import Box, Slice, StateSource, TensorSpec, assign_owners
+from stretto.state import Box, Part, Slice, StateSource, TensorSpec, assign_owners
+
+CutBuffers = Mapping[str, tuple[TensorSpec, Part]]
+"""Of buffers that ``tp`` cuts, by name: what the whole is, and what of it lies here."""
+NONE_CUT: Final[CutBuffers] = MappingProxyType({})
 
 
 class Placed:
     """What every layout does with its places; see :class:`Applied`.
 
+    Args:
+        by_modules: layers are computed again where they stand in the module; otherwise the layout sees to it.
+
     ``_stale``: the parameters have changed since forward last used them.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks, manner: Manner) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, manner: Manner, by_modules: bool = True) -> None:
         self.module, self.ranks = module, ranks
         self._norm = GlobalBatchNorm(module, ranks.world)
-        self._recomputed = Recomputed(module, manner, self._norm)
+        self._recomputed = Recomputed(module, manner if by_modules else replace(manner, recompute="none"), self._norm)
         self._offloaded = Offloaded(module, manner, ranks.world.device)
         self.notes = (*self._recomputed.notes, *self._offloaded.notes)
         self._places: dict[str, Place] = {}
         self._frozen: dict[str, nn.Parameter] = {}
+        self._cut_buffers = NONE_CUT
         self._stale = True
         self.schedule: Schedule | None = None
 
@@ -96,7 +107,7 @@ class Placed:
     def import_state(self, source: StateSource) -> None:
         """See :class:`Applied`."""
         import_places(self._places, source)
-        import_buffers(self.module, source)
+        import_buffers(self.module, source, self._cut_buffers)
         self._stale = True
 
     def teardown(self) -> None:
@@ -140,18 +151,27 @@ def import_places(places: Mapping[str, Place], source: StateSource) -> None:
                 place.local[where].copy_(source.read(f"model/{name}", box))
 
 
-def buffer_slices(module: nn.Module, alike: Members, leave_out: Collection[str] = ()) -> Iterator[Slice]:
-    """Every buffer, whole; each has one owner among those that have the same."""
+def buffer_slices(
+    module: nn.Module, alike: Members, leave_out: Collection[str] = (), cut: CutBuffers = NONE_CUT
+) -> Iterator[Slice]:
+    """What lies here of every buffer; it has one owner among those that have the same."""
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in leave_out}
-    specs = {name: TensorSpec.of(f"model/{name}", buffer) for name, buffer in buffers.items()}
-    owners = assign_owners(specs.values(), alike.size)
-    for name, buffer in buffers.items():
-        spec = specs[name]
-        yield Slice(spec, Box.whole(spec.shape), buffer.detach(), owners[spec.name] == alike.rank)
+    parts = {name: cut.get(name) or _whole(name, buffer) for name, buffer in buffers.items()}
+    owners = assign_owners((spec for spec, _ in parts.values()), alike.size)
+    for name, (spec, part) in parts.items():
+        for box, where in part.pieces:
+            yield Slice(model_spec(spec), box, buffers[name].detach()[where], owners[name] == alike.rank)
 
 
 @torch.no_grad()
-def import_buffers(module: nn.Module, source: StateSource) -> None:
+def import_buffers(module: nn.Module, source: StateSource, cut: CutBuffers = NONE_CUT) -> None:
     """Fills every buffer, also those that a state_dict would leave out."""
     for name, buffer in module.named_buffers():
-        buffer.copy_(source.read(f"model/{name}", Box.whole(tuple(buffer.shape))))
+        _, part = cut.get(name) or _whole(name, buffer)
+        for box, where in part.pieces:
+            buffer[where].copy_(source.read(f"model/{name}", box))
+
+
+def _whole(name: str, buffer: torch.Tensor) -> tuple[TensorSpec, Part]:
+    spec = TensorSpec.of(name, buffer)
+    return spec, Part((Box.whole(spec.shape),))

@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from stretto.comm.members import Members
+
+
+class Heard:
+    """What forward hears from the others, so that it can be computed again without a message."""
+
+    def __init__(self) -> None:
+        self._notes: list[torch.Tensor] | None = None
+        self._replays: Iterator[torch.Tensor] | None = None
+
+    @contextmanager
+    def noting(self, into: list[torch.Tensor]) -> Iterator[None]:
+        """Notes all that is heard inside."""
+        self._notes = into
+        try:
+            yield
+        finally:
+            self._notes = None
+
+    @contextmanager
+    def replaying(self, noted: list[torch.Tensor]) -> Iterator[None]:
+        """Forward inside hears that again, and asks nobody."""
+        self._replays = iter(noted)
+        try:
+            yield
+        finally:
+            self._replays = None
+
+    def of(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What ``ask`` gives, or gave the first time."""
+        if self._replays is not None:
+            return next(self._replays).detach()
+        value = ask()
+        if self._notes is not None:
+            self._notes.append(value.detach())  # itself, it would hold its history
+        return value
 
 
 class Enter(nn.Module):
@@ -36,27 +73,34 @@ class _EnterFunction(torch.autograd.Function):
 
 
 class Leave(nn.Module):
-    """Each rank's sum over its part, added up; the gradient of the sum is that of each."""
+    """Each rank's sum over its part, added up; the gradient of the sum is that of each.
 
-    def __init__(self, members: Members) -> None:
+    Args:
+        heard: keeps the sums where forward is computed again; None: they are added up again then.
+    """
+
+    def __init__(self, members: Members, heard: Heard | None = None) -> None:
         super().__init__()
-        self._members = members
+        self._members, self._heard = members, heard
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``."""
-        return cast(torch.Tensor, _LeaveFunction.apply(x, self._members))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _LeaveFunction.apply(x, self._members, self._heard))  # type: ignore[no-untyped-call]
 
 
 class _LeaveFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, members: Members) -> torch.Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        members.all_reduce(total)
-        return total
+    def forward(ctx: Any, x: torch.Tensor, members: Members, heard: Heard | None) -> torch.Tensor:
+        def ask() -> torch.Tensor:
+            total = x.clone(memory_format=torch.contiguous_format)
+            members.all_reduce(total)
+            return total
+
+        return ask() if heard is None else heard.of(ask)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
 
 
 class Drop(nn.Module):

@@ -126,13 +126,12 @@ class Execution:
         with self._line.guard():
             for place, action in enumerate(actions):
                 self._line.passed(place)
-                final = place == len(actions) - 1
                 if action.kind is Kind.FORWARD:
                     self._forward(action)
                 elif action.kind is Kind.WEIGHT:
-                    self._weights(action, final)
+                    self._weights(action, place)
                 else:
-                    self._backward(action, final)
+                    self._backward(action, place)
             self._line.passed(len(actions))
             while self._sent:
                 self._line.wait(self._sent.popleft()[0], "the delivery of its last messages")
@@ -188,10 +187,9 @@ class Execution:
         sent = {node: get_gradient_edge(one) for node, one in results[0].leaving.items() if one.requires_grad}
         self._kept[stage, at] = _Kept(slots, sent, roots)
 
-    def _backward(self, action: Action, final: bool) -> None:
+    def _backward(self, action: Action, place: int) -> None:
         stage, at = action.stage, action.microbatch
         microbatch, program, kept = cast(Microbatch, self._microbatches[at]), self._of(at), self._kept.pop((stage, at))
-        assert self._around is not None
         gradients: dict[fx.Node, torch.Tensor] = {}
         for to in self._targets(program, stage):
             nodes = self._carried(program, stage, to)
@@ -208,7 +206,7 @@ class Execution:
             if passing:  # a frozen stage has nothing to pass on
                 torch.autograd.backward([kept.leaving[n] for n in passing], [gradients[n] for n in passing])
 
-        with self._around(last=final, ghost=microbatch.ghost), microbatch.span("backward", stage):
+        with self._surrounding(place, microbatch), microbatch.span("backward", stage):
             if action.kind is Kind.INPUT:
                 self._put_off[stage, at] = self._deferred.collect(backward)
             else:
@@ -219,11 +217,17 @@ class Execution:
             with microbatch.span("send", stage):
                 self._send(Message(Kind.BACKWARD, stage, source, at), found)
 
-    def _weights(self, action: Action, final: bool) -> None:
-        assert self._around is not None
+    def _weights(self, action: Action, place: int) -> None:
         microbatch = cast(Microbatch, self._microbatches[action.microbatch])
-        with self._around(last=final, ghost=microbatch.ghost), microbatch.span("weights", action.stage):
+        with self._surrounding(place, microbatch), microbatch.span("weights", action.stage):
             work_off(self._put_off.pop((action.stage, action.microbatch)))
+
+    def _surrounding(self, place: int, microbatch: Microbatch) -> AbstractContextManager[None]:
+        """What surrounds the action at ``place``; whether it is the last of all here, and of its microbatch."""
+        assert self._around is not None
+        actions = self._schedule.actions[self._line.rank]
+        ends = all(other.microbatch != actions[place].microbatch for other in actions[place + 1 :])
+        return self._around(last=place == len(actions) - 1, ghost=microbatch.ghost, ends=ends)
 
     # ---- who sends what to whom
 

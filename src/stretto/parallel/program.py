@@ -12,13 +12,17 @@ from torch import fx, nn
 
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
-from stretto.graph.localize import WHOLE, Localizer, Portion
+from stretto.graph.localize import NORM, WHOLE, Localizer, Portion
 from stretto.graph.regions import NONE, Regions
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
+from stretto.parallel.again import Several, Told
+from stretto.parallel.batchnorm import GlobalBatchNorm, NormOfAll
 from stretto.parallel.deferred import Deferred, defer
+from stretto.parallel.messages import Heard
 from stretto.parallel.sequence import sequence_modules
 from stretto.parallel.spread import modules_of
+from stretto.parallel.stretches import Repeating, RunGraph, Stretches, plainly
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,10 @@ class Looker(Protocol):
 
 
 class _Watched(fx.Interpreter):
-    """Runs a stage's graph one operation at a time, and shows each."""
+    """Runs a stage's graph, or a part of it, one operation at a time, and shows each."""
 
-    def __init__(self, portion: Portion, looker: Looker) -> None:
-        super().__init__(portion.graph)
+    def __init__(self, portion: Portion, looker: Looker, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
         self._arriving, self._looker = frozenset(portion.arriving), looker
 
     def run_node(self, n: fx.Node) -> Any:
@@ -92,9 +96,16 @@ class _Watched(fx.Interpreter):
 
 
 class Portioned:
-    """One stage on this rank, its parameters and buffers bound to it once."""
+    """One stage on this rank, its parameters and buffers bound to it once.
 
-    def __init__(self, portion: Portion, stages: Stages, module: nn.Module) -> None:
+    Args:
+        stretches: the stage in the pieces that backward computes again; None: forward's results are kept.
+    """
+
+    def __init__(
+        self, portion: Portion, stages: Stages, module: nn.Module, stretches: Stretches | None = None
+    ) -> None:
+        self._stretches = stretches
         traced = stages.traced
         named = {**traced.parameters, **traced.buffers}
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -111,14 +122,22 @@ class Portioned:
     ) -> Result:
         """``given``: the tensors that the graph is called with; ``arriving``: what other stages sent, in order."""
         bound = [given[one] if isinstance(one, int) else one for one in self._bound]
-        run = self._portion.graph if looker is None else _Watched(self._portion, looker).run
-        found = run(*bound, *arriving)
+        run: RunGraph = plainly
+        if looker is not None:
+            run = lambda graph, values: _Watched(self._portion, looker, graph).run(*values)  # noqa: E731
+        values = [*bound, *arriving]
+        found = run(self._portion.graph, values) if self._stretches is None else self._stretches.run(values, run)
         changed, leaving = len(self._mutated), len(self._portion.leaving)
         with torch.no_grad():
             for buffer, value in zip(self._mutated, found, strict=False):
                 buffer.copy_(value)
-        values = dict(zip(self._portion.leaving, found[changed : changed + leaving], strict=True))
-        return Result(values, filled(self._tree, found[changed + leaving :]) if self._portion.last else None)
+        sent = dict(zip(self._portion.leaving, found[changed : changed + leaving], strict=True))
+        return Result(sent, filled(self._tree, found[changed + leaving :]) if self._portion.last else None)
+
+    @property
+    def num_pieces(self) -> int:
+        """In how many it is computed again; 0: it isn't."""
+        return 0 if self._stretches is None else len(self._stretches.pieces)
 
     @property
     def arriving(self) -> tuple[fx.Node, ...]:
@@ -151,6 +170,8 @@ class Program:
         here: Sequence[int],
         module: nn.Module,
         deferred: Deferred | None = None,
+        repeating: Repeating | None = None,
+        norm: GlobalBatchNorm | None = None,
         regions: Regions = NONE,
     ) -> Program:
         """For the stages ``here``, with the parameters that ``module`` holds.
@@ -158,15 +179,26 @@ class Program:
         Args:
             tensor: those who cut the model inside.
             deferred: where weight gradients can be put off.
+            repeating: how backward computes the stages again; None: it has what forward computed.
+            norm: takes the statistics of all workers' samples, for a model that normalises over the batch.
             regions: what lies in parts along a sequence.
         """
         localizer = Localizer(stages, cut, tensor.rank, regions)
+        heard = Heard()
+        keeps = heard if repeating is not None and repeating.how == "selective" else None
+        modules = {**modules_of(tensor, keeps), **sequence_modules(tensor, keeps)}
+        told: Told = heard
+        if norm is not None:
+            modules[NORM], told = NormOfAll(norm), Several((norm, heard))
         portions = {}
         for stage in here:
-            portion = localizer.build(stage, {**modules_of(tensor), **sequence_modules(tensor)})
+            portion = localizer.build(stage, modules)
             if deferred is not None:
                 defer(portion.graph, set(stages.traced.parameters), deferred)
-            portions[stage] = Portioned(portion, stages, module)
+            stretches = None
+            if repeating is not None:
+                stretches = Stretches(portion, stage, localizer, stages.traced, repeating, told)
+            portions[stage] = Portioned(portion, stages, module, stretches)
         shapes = {}
         for sources in stages.incoming:
             for node in (one for values in sources.values() for one in values):

@@ -15,6 +15,7 @@ from torch import nn
 
 from stretto.comm.members import Members
 from stretto.graph import localize
+from stretto.parallel.messages import Heard
 from stretto.parallel.spread import Pieces, gathered, narrowed
 
 
@@ -29,28 +30,38 @@ def scattered(x: torch.Tensor, dim: int, pieces: Sequence[Pieces], members: Memb
 
 
 class Scatter(nn.Module):
-    """Each rank's sum over its part of a layer, added up; every rank keeps its own places of it."""
+    """Each rank's sum over its part of a layer, added up; every rank keeps its own places of it. ``heard``: see
+    :class:`Leave`."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, heard: Heard | None = None) -> None:
         super().__init__()
-        self._members = members
+        self._members, self._heard = members, heard
 
     def forward(self, x: torch.Tensor, shape: list[int], dim: int, pieces: list[Pieces]) -> torch.Tensor:
         """``x`` [*shape] -> this rank's pieces along ``dim``."""
-        return cast(torch.Tensor, _ScatterFunction.apply(x, shape, dim, pieces, self._members))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _ScatterFunction.apply(x, (shape, dim, pieces), self._members, self._heard))  # type: ignore[no-untyped-call]
 
 
 class _ScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, shape: list[int], dim: int, pieces: list[Pieces], members: Members
+        ctx: Any,
+        x: torch.Tensor,
+        lying: tuple[list[int], int, list[Pieces]],
+        members: Members,
+        heard: Heard | None,
     ) -> torch.Tensor:
+        shape, dim, pieces = lying
         ctx.lying = shape, dim, pieces, members
-        return scattered(x, dim, pieces, members)
+
+        def ask() -> torch.Tensor:
+            return scattered(x, dim, pieces, members)
+
+        return ask() if heard is None else heard.of(ask)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return gathered(gradient, *ctx.lying), None, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gathered(gradient, *ctx.lying), None, None, None
 
 
 class Gather(nn.Module):
@@ -103,10 +114,11 @@ class _OwnFunction(torch.autograd.Function):
         return gathered(gradient, *ctx.lying), None, None, None, None
 
 
-def sequence_modules(members: Members) -> dict[str, nn.Module]:
-    """What a graph with regions calls beside the rest, by the names that it has there."""
+def sequence_modules(members: Members, heard: Heard | None = None) -> dict[str, nn.Module]:
+    """What a graph with regions calls beside the rest, by the names that it has there. ``heard``: see
+    :class:`Scatter`."""
     return {
-        localize.SCATTER: Scatter(members),
+        localize.SCATTER: Scatter(members, heard),
         localize.GATHER: Gather(members),
         localize.OWN: Own(members),
     }

@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto.comm.members import Members
 from stretto.graph import localize
-from stretto.parallel.messages import Drop, Enter, Leave
+from stretto.parallel.messages import Drop, Enter, Heard, Leave
 
 ELSEWHERE: Final = -1  # no place in this rank's part
 MEAN: Final = 1  # torch's number of a reduction; 2: the sum; 0: none
@@ -269,7 +269,9 @@ class _CollectFunction(torch.autograd.Function):
         return narrowed(gradient, ctx.pieces, ctx.dim), None, None, None, None
 
 
-def gathered(x: torch.Tensor, shape: Sequence[int], dim: int, pieces: Sequence[Pieces], members: Members) -> torch.Tensor:
+def gathered(
+    x: torch.Tensor, shape: Sequence[int], dim: int, pieces: Sequence[Pieces], members: Members
+) -> torch.Tensor:
     """The whole [*shape] of what lies in ``pieces`` along ``dim``, those of every rank."""
     shapes = [[*shape[:dim], sum(last - first for first, last in own), *shape[dim + 1 :]] for own in pieces]
     sizes = [torch.Size(one).numel() for one in shapes]
@@ -287,11 +289,11 @@ def gathered(x: torch.Tensor, shape: Sequence[int], dim: int, pieces: Sequence[P
     return whole
 
 
-def modules_of(members: Members) -> dict[str, nn.Module]:
-    """What a rank's graph calls, by the names that it has there."""
+def modules_of(members: Members, heard: Heard | None = None) -> dict[str, nn.Module]:
+    """What a rank's graph calls, by the names that it has there. ``heard``: see :class:`Leave`."""
     return {
         localize.ENTER: Enter(members),
-        localize.LEAVE: Leave(members),
+        localize.LEAVE: Leave(members, heard),
         localize.DROP: Drop(),
         localize.ROWS: Rows(),
         localize.PICK: Pick(),

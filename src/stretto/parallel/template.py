@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stretto.errors import TaskError, one_line
+from stretto.layout import Layout
 from stretto.state import MemorySource, TensorSpec
 from stretto.task import Params
 
@@ -26,12 +27,15 @@ class Template:
     Args:
         module: built, on the CPU, in the type it trains in. The template takes it over.
         retyped: types that its parameters had before, where the precision changed them; each with a parameter's name.
+        layout: what the task says of how it may be cut.
 
     Raises:
         TaskError: a parameter that was never given a shape (lazy modules), or that lies on another device.
     """
 
-    def __init__(self, module: nn.Module, retyped: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, retyped: Mapping[str, str] | None = None, layout: Layout | None = None
+    ) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise TaskError(f"task: {name} has no shape yet (a lazy module); run the model once inside model()")
@@ -41,6 +45,7 @@ class Template:
         _refuse_hooked(module)
         self._module = module
         self.retyped = dict(retyped or {})
+        self.layout = layout or Layout()
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(name, p) for name, p in module.named_parameters()}
         self.trainable: Mapping[str, bool] = {name: p.requires_grad for name, p in module.named_parameters()}
 

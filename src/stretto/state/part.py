@@ -49,6 +49,14 @@ class Part:
         nothing = Box((0,) * len(self.shape), (0, *self.shape[1:]))
         return replace(self, boxes=tuple(found or [nothing]))
 
+    @property
+    def pieces(self) -> list[tuple[Box, tuple[slice, ...]]]:
+        """Each box, and where it lies in the local tensor."""
+        if len(self.boxes) == 1:
+            return [(self.boxes[0], (slice(None),) * len(self.boxes[0].starts))]
+        ahead = (slice(None),) * self.dim
+        return [(box, (*ahead, where)) for box, where in self.places()]
+
     def places(self) -> list[tuple[Box, slice]]:
         """Each box, and where along ``dim`` it lies in the local tensor."""
         extents = [box.shape[self.dim] if box.shape else 1 for box in self.boxes]

@@ -108,8 +108,14 @@ class Sync(Protocol):
     def begin(self) -> None:
         """Starts a step with all gradients zero."""
 
-    def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
-        """Surrounds forward and backward of a microbatch; a ghost's gradients count for nothing."""
+    def microbatch(self, last: bool, ghost: bool, ends: bool = True) -> AbstractContextManager[None]:
+        """Surrounds forward and backward of a microbatch, or where a rank has several stages of it, of one; a ghost's
+        gradients count for nothing.
+
+        Args:
+            ends: it is all of the microbatch that was left to this rank: ranks with other numbers of stages send as
+                often as one another.
+        """
 
     def finish(self) -> None:
         """Returns when every gradient on this rank is the sum over all ranks. Raises PeerLost."""

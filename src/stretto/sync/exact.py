@@ -81,9 +81,9 @@ class ExactSum:
             bucket.begin()
 
     @contextmanager
-    def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
+    def microbatch(self, last: bool, ghost: bool, ends: bool = True) -> Iterator[None]:
         """See :class:`Sync`."""
-        sends = last or not self._keep
+        sends = last or (ends and not self._keep)
         self._sending = sends and not self._layout.communicates and not self._late
         self._counting = not ghost
         self._next = 0

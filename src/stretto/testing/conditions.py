@@ -55,3 +55,10 @@ def host_apart(rank: int) -> None:
     from stretto.parallel import offload
 
     vars(offload).update(is_host=lambda device: False, LEAST_BYTES=1)
+
+
+def small_pieces(rank: int) -> None:
+    """A piece of the traced graph that is computed again costs nothing beside its inputs, so that there are many."""
+    from stretto.graph import pieces
+
+    vars(pieces)["PIECE_BYTES"] = 0

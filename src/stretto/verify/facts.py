@@ -42,6 +42,7 @@ class ReferenceRecord:
         random: random numbers were drawn in forward or loss.
         aliases: the other names of each tied parameter.
         terms: names of the loss's terms.
+        cut_inside: what it is compared with is a plan that cuts sums inside layers (``tp``).
         scales: of the initial weights, see :class:`ReferenceStep`.
     """
 
@@ -53,6 +54,7 @@ class ReferenceRecord:
     scales: Mapping[str, float]
     steps: tuple[ReferenceStep, ...]
     terms: tuple[str, ...] = ()
+    cut_inside: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

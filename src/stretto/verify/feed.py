@@ -83,10 +83,10 @@ class WatchedSync:
         self._sync.begin()
 
     @contextmanager
-    def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
+    def microbatch(self, last: bool, ghost: bool, ends: bool = True) -> Iterator[None]:
         """See :class:`Sync`."""
         self._feed.use(ghost)
-        with self._sync.microbatch(last, ghost):
+        with self._sync.microbatch(last, ghost, ends):
             yield
 
     def finish(self) -> None:

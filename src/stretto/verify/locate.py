@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from stretto.data import Generators
+from stretto.graph.assignment import Assignment
 from stretto.graph.trace import Traced
 from stretto.parallel.program import Looker, Program
 from stretto.state import Box, Part
@@ -25,9 +26,9 @@ MODEL: Final = "model/"
 
 
 class Watchable(Protocol):
-    """A layout that can be looked at while it trains; ``starts`` says where its stages begin."""
+    """A layout that can be looked at while it trains; ``assignment`` says which stages it has."""
 
-    starts: tuple[int, ...]
+    assignment: Assignment
 
     def watch(self, looker: Looker | None) -> None:
         """From now on ``looker`` is shown what training computes, until another one is, or None."""

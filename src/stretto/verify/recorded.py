@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ from stretto.verify.reference import RECORD
 
 
 class Recorded:
-    """The files that a :class:`~stretto.verify.reference.Reference` left in ``folder``."""
+    """The files that a :class:`~stretto.verify.reference.Reference` left in ``folder``.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        cut_inside: see :class:`~stretto.verify.facts.ReferenceRecord`.
+    """
+
+    def __init__(self, folder: Path, cut_inside: bool = False) -> None:
         self._folder = folder
-        self.record = ReferenceRecord.from_json(json.loads((folder / RECORD).read_text(encoding="utf-8")))
+        record = ReferenceRecord.from_json(json.loads((folder / RECORD).read_text(encoding="utf-8")))
+        self.record = replace(record, cut_inside=cut_inside)
         self._files: dict[int, Any] = {}
 
     def names(self, step: int) -> frozenset[str]:

@@ -77,7 +77,7 @@ def verify(
 def preloads(plans: Sequence[str]) -> tuple[str, ...]:
     """What a launcher's fork server should import beforehand for these plans."""
     known = [plan for plan in map(_parse, plans) if isinstance(plan, Plan)]
-    sharded, traced = any(plan.zero == 3 for plan in known), any(plan.tp * plan.pp > 1 for plan in known)
+    sharded, traced = any(plan.zero == 3 for plan in known), any(plan.traced for plan in known)
     return (*PRELOADS, *(PRELOADS_SHARDED if sharded else ()), *(BY_TRACE if traced else ()))
 
 
@@ -114,6 +114,7 @@ class _Prover:
         record = reference.record
         if record is None:
             return PlanReport(plan=text, status="failed", reason=f"one device alone fails: {reference.failure}")
+        record = replace(record, cut_inside=plan.tp > 1)
         if record.batch_norms and record.random and pieces > 1:
             reason = (
                 f"{record.batch_norms[0]} is a BatchNorm, whose statistics need the whole batch at once, and forward "
@@ -130,8 +131,8 @@ class _Prover:
         )
         result = self._run(job, quiet=True)
         report = judge(text, record, result, plan)
-        starts = next((found["starts"] for found in result.results.values() if found and "starts" in found), None)
-        report = self._located(report, plan, replace(job, payload={**job.payload, "starts": starts}), record)
+        cut = next((found["assignment"] for found in result.results.values() if found and "assignment" in found), None)
+        report = self._located(report, plan, replace(job, payload={**job.payload, "assignment": cut}), record)
         if report.status == "passed" and record.random and pieces > 1:
             reason = "forward draws random numbers, which belong to a batch's pieces: equal to one device with as many"
             report = replace(report, reason=f"{reason} (dp=1,microbatches={pieces})")
@@ -146,8 +147,10 @@ class _Prover:
     def _located(self, report: PlanReport, plan: Plan, job: Job, record: ReferenceRecord) -> PlanReport:
         """Says where in forward a plan that cuts the model parts from one device: by that step once more, looked at."""
         found = report.first_divergence
-        if found is None or found.what != "loss" or plan.tp * plan.pp == 1:
+        if found is None or found.what != "loss" or not plan.traced:
             return report
+        if record.batch_norms and plan.dp > 1:
+            return report  # what a rank runs beside has its own samples, and a BatchNorm takes those of all
         look = [found.step, bound_for(found, record)]
         again = self._run(replace(job, payload={**job.payload, "look": look}), quiet=True)
         seen: dict[int, Sighting | None] = {}

@@ -15,6 +15,7 @@ from stretto.assemble import assemble, build_template, disassemble
 from stretto.comm.group import Group, Rendezvous
 from stretto.data import Position, Sampler
 from stretto.errors import PlanError
+from stretto.graph.assignment import Assignment
 from stretto.launch import WorkerContext
 from stretto.launch.job import resolve
 from stretto.parallel import Template
@@ -45,12 +46,13 @@ def prepare(payload: Payload, report: Callable[[Payload], None]) -> Prepared:
 
 
 def work(payload: Payload, context: WorkerContext) -> Payload:
-    """A worker's entry. Returns ``facts``, ``seen``, ``starts`` and ``notes``, or ``refused``, why the plan is.
+    """A worker's entry. Returns ``facts``, ``seen``, ``assignment`` and ``notes``, or ``refused``, why the plan is.
 
     ``payload["plant"]`` may name functions ``module:function``, with commas between them, that are called with the rank
     first: faults to be found, planted in this process only. ``payload["look"]`` may be a step, the last one
     that is taken, and a bound: every operation of the step is looked at, and ``seen`` is the first that is off by more.
-    Then ``payload["starts"]`` has what was returned as such before: the stages are to be the same, not measured anew.
+    Then ``payload["assignment"]`` has what was returned as such before: the stages are to be the same, not measured
+    anew.
     """
     plan = Plan.parse(payload["plan"])
     context.coordinates = plan.mesh.describe(context.rank)
@@ -68,9 +70,11 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> Payload:
     group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size))
     context.control.on_break(group.break_)
     feed = Feed()
-    machinery = assemble(task, plan, prepared.template, group, dataset=prepared.dataset, starts=payload.get("starts"))
+    given = payload.get("assignment")
+    cut = None if given is None else Assignment.from_json(given)
+    machinery = assemble(task, plan, prepared.template, group, dataset=prepared.dataset, assignment=cut)
     machinery = dataclasses.replace(machinery, sync=WatchedSync(machinery.sync, feed))
-    recorded = Recorded(Path(payload["folder"]))
+    recorded = Recorded(Path(payload["folder"]), cut_inside=plan.tp > 1)
     witness = Witness(recorded, machinery, feed)
     witness.begin()
     dataset = WatchedDataset(prepared.dataset, feed)
@@ -85,8 +89,8 @@ def _train(plan: Plan, payload: Payload, context: WorkerContext) -> Payload:
             applied.watch(locator)
         stepper.step(batch)
     seen = None if locator is None or locator.first is None else dataclasses.asdict(locator.first)
-    starts = list(applied.starts) if plan.tp * plan.pp > 1 else None
+    kept = applied.assignment.to_json() if plan.traced else None
     facts, notes = witness.facts().to_json(), list(machinery.applied.notes)
-    found = {"facts": facts, "seen": seen, "starts": starts, "notes": notes}
+    found = {"facts": facts, "seen": seen, "assignment": kept, "notes": notes}
     disassemble(machinery)
     return found

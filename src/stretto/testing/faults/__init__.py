@@ -11,6 +11,7 @@ from stretto.testing.faults.layers import (
     gradient_of_one_part,
     norm_counts_whole_parameters_on_each_rank,
     partial_sums_not_added,
+    running_statistics_of_other_channels,
     samples_counted_on_each_rank,
 )
 from stretto.testing.faults.measures import (
@@ -31,12 +32,17 @@ from stretto.testing.faults.precision import (
     scale_halved_alone,
     sums_in_low_precision,
 )
-from stretto.testing.faults.recompute import other_numbers_in_the_second_forward, statistics_moved_twice
+from stretto.testing.faults.recompute import (
+    other_numbers_in_the_second_forward,
+    stages_change_buffers_twice,
+    statistics_moved_twice,
+)
 from stretto.testing.faults.sequence import norm_gradient_of_own_places, places_of_another_rank
 from stretto.testing.faults.stages import (
     backward_run_twice,
     buffers_of_another_stage,
     generator_not_handed_on,
+    gradient_of_a_tower_twice,
     gradient_of_one_consumer,
     gradients_of_another_microbatch,
     lost_weight_gradients,
@@ -98,6 +104,7 @@ __all__ = [
     "exponentials_of_own_classes",
     "generator_not_handed_on",
     "ghost_in_batch_statistics",
+    "gradient_of_a_tower_twice",
     "gradient_of_one_consumer",
     "gradient_of_one_part",
     "gradients_of_another_microbatch",
@@ -132,11 +139,13 @@ __all__ = [
     "repeated_samples",
     "replicas_not_added",
     "rows_of_other_ranks_not_zero",
+    "running_statistics_of_other_channels",
     "samples_counted_on_each_rank",
     "scale_halved_alone",
     "shares_not_gathered",
     "shares_of_another_owner",
     "skipping_value_detached",
+    "stages_change_buffers_twice",
     "stale_shard",
     "statistics_moved_twice",
     "sums_in_low_precision",

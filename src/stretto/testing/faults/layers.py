@@ -38,16 +38,26 @@ def bias_on_every_rank(rank: int) -> None:
 
 def another_ranks_heads(rank: int) -> None:
     """A rank holds another rank's rows of the first fused weight that is cut, and its own of all others."""
-    from stretto.parallel import divided
+    from stretto.parallel import divided, inside
 
-    honest = divided._parts
+    honest = inside.parts_of
 
     def parts(cut: Any, traced: Any, template: Any, place: int) -> Any:
         own, other = honest(cut, traced, template, place), honest(cut, traced, template, (place + 1) % cut.degree)
         first = next(name for name, part in own.items() if len(part.boxes) > 1)
         return {**own, first: other[first]}
 
-    vars(divided)["_parts"] = parts
+    vars(divided)["parts_of"] = parts
+
+
+def running_statistics_of_other_channels(rank: int) -> None:
+    """A rank takes its part of a BatchNorm's running statistics for another rank's."""
+    from stretto.parallel import divided, inside
+
+    honest = inside.buffer_parts_of
+    vars(divided)["buffer_parts_of"] = lambda cut, traced, module, place: honest(
+        cut, traced, module, (place + 1) % cut.degree
+    )
 
 
 def norm_counts_whole_parameters_on_each_rank(rank: int) -> None:

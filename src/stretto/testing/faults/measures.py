@@ -49,8 +49,10 @@ def local_batch_statistics(rank: int) -> None:
     """BatchNorm normalises each rank's share with that share's own statistics."""
     from stretto.parallel.batchnorm import GlobalBatchNorm
 
+    honest = GlobalBatchNorm.__init__
+
     def leave_alone(self: Any, module: Any, group: Any) -> None:
-        self.group, self.counts, self._changed = group, True, []
+        honest(self, torch.nn.Module(), group.alone())
 
     GlobalBatchNorm.__init__ = leave_alone  # type: ignore[method-assign]
 

@@ -10,7 +10,7 @@ from stretto.testing.faults.planting import FAULTY_STEP, note_batches
 def other_numbers_in_the_second_forward(rank: int) -> None:
     """From the faulty step on random numbers are drawn anew where a layer is computed again."""
     from stretto.data import Generators
-    from stretto.parallel.recompute import _Again
+    from stretto.parallel.again import _Again
 
     honest, seen = _Again.__enter__, list[tuple[int, ...]]()
     note_batches(seen)
@@ -44,3 +44,16 @@ def statistics_moved_twice(rank: int) -> None:
 
     vars(batchnorm)["_forward"] = forward
     batchnorm.GlobalBatchNorm.known = note  # type: ignore[method-assign]
+
+
+def stages_change_buffers_twice(rank: int) -> None:
+    """Where a stage is computed again, it changes its buffers again."""
+    from stretto.parallel.stretches import _Call
+
+    honest = _Call.begin
+
+    def begin(self: Any) -> Any:
+        _, run_graph = honest(self)
+        return self._fixed, run_graph
+
+    _Call.begin = begin  # type: ignore[method-assign]

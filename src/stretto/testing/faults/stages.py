@@ -68,8 +68,8 @@ def neighbours_parameter(rank: int) -> None:
 
     honest = Portioned.__init__
 
-    def init(self: Any, portion: Any, stages: Any, module: Any) -> None:
-        honest(self, portion, stages, module)
+    def init(self: Any, portion: Any, stages: Any, module: Any, stretches: Any = None) -> None:
+        honest(self, portion, stages, module, stretches)
         if rank != FAULTY_RANK:
             return
         mine = [p for p in module.parameters() if p.dim() > 1 and p.numel()]
@@ -141,6 +141,20 @@ def skipping_value_detached(rank: int) -> None:
     Execution._carried = staticmethod(carried)  # type: ignore[method-assign]
 
 
+def gradient_of_a_tower_twice(rank: int) -> None:
+    """What comes back to the towers of the first rank is twice their gradient."""
+    from stretto.parallel.pipeline import Execution
+
+    honest = Execution._take
+
+    def take(self: Any, message: Any) -> Values:
+        found = honest(self, message)
+        back = message.source > message.to and self._line.rank == 0
+        return [value * 2 for value in found] if back else found
+
+    Execution._take = take  # type: ignore[method-assign]
+
+
 def backward_run_twice(rank: int) -> None:
     """Backward of the first microbatch runs twice through the last stage."""
     from stretto.step import _Microbatch
@@ -176,13 +190,13 @@ def _change_weights(times: int) -> None:
 
     honest = pipeline.Execution._weights
 
-    def weights(self: Any, action: Any, final: bool) -> None:
+    def weights(self: Any, action: Any, place: int) -> None:
         def changed(put_off: Any) -> None:
             for _ in range(times if action.microbatch == 1 and self._line.rank == FAULTY_RANK else 1):
                 work_off(put_off)
 
         vars(pipeline)["work_off"] = changed
-        honest(self, action, final)
+        honest(self, action, place)
 
     pipeline.Execution._weights = weights  # type: ignore[method-assign]
 

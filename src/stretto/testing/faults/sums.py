@@ -158,10 +158,10 @@ def only_the_last_microbatch(rank: int) -> None:
 
     honest = ExactSum.microbatch
 
-    def microbatch(self: Any, last: bool, ghost: bool) -> Any:
+    def microbatch(self: Any, last: bool, ghost: bool, ends: bool = True) -> Any:
         for bucket in self._buckets:
             bucket.begin()
-        return honest(self, last, ghost)
+        return honest(self, last, ghost, ends)
 
     ExactSum.microbatch = microbatch  # type: ignore[method-assign]
 
@@ -173,8 +173,8 @@ def bucket_that_never_fills(rank: int) -> None:
     honest = ExactSum.microbatch
 
     @contextmanager
-    def microbatch(self: Any, last: bool, ghost: bool) -> Iterator[None]:
-        with honest(self, last, ghost):
+    def microbatch(self: Any, last: bool, ghost: bool, ends: bool = True) -> Iterator[None]:
+        with honest(self, last, ghost, ends):
             yield
             self._next = len(self._buckets)  # so none is left to be sent
 

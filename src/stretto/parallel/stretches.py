@@ -1,0 +1,190 @@
+"""A stage of the traced graph in pieces that backward computes again.
+
+Where a layer-by-layer choice would need the model's modules, this takes stretches of its operations, at the places past
+which least passes (:mod:`stretto.graph.pieces`). The ranks that cut a model inside choose alike, so all of them compute
+the same piece again at the same time: ``full`` adds their sums up once more then, as keeping them would cost as much
+memory as the pieces' inputs; ``selective`` keeps the sums beside the matrix products that they are made of, and sends
+nothing. Buffers that forward changes in place are changed by the first forward; the second one has copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from stretto.graph.effects import base_of, written_in
+from stretto.graph.localize import ENTER, WHOLE, Localizer, Portion
+from stretto.graph.pieces import piece_starts, weighed
+from stretto.graph.stages import Work, _together
+from stretto.graph.trace import Traced
+from stretto.parallel.again import Piece, Told
+
+RunGraph = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
+"""Runs a graph on values for its placeholders; where somebody looks on, shows what it computes."""
+
+
+@dataclass(frozen=True)
+class Repeating:
+    """How stages are computed again.
+
+    Args:
+        how: ``selective`` or ``full``.
+        ahead: of each stage, how many microbatches forward has run for when backward begins.
+        surround: what surrounds forward.
+        moved: what forward keeps lies on the host until backward.
+    """
+
+    how: str
+    ahead: Mapping[int, int]
+    surround: Callable[[], AbstractContextManager[Any]]
+    moved: bool = False
+
+
+class Stretches:
+    """A portion of the graph, to be run in pieces.
+
+    Args:
+        fixed: the placeholders of what is there anyway (parameters, buffers, constants); the others are values.
+        told: what the portion hears from other ranks and isn't to ask for again.
+    """
+
+    def __init__(
+        self,
+        portion: Portion,
+        stage: int,
+        localizer: Localizer,
+        traced: Traced,
+        repeating: Repeating,
+        told: Told,
+    ) -> None:
+        graph = portion.graph
+        if repeating.how == "selective":
+            _part_from_kept(graph)
+        nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_module")]
+        written = written_in(graph.graph.nodes)
+        place = {node: at for at, node in enumerate(nodes)}
+        edges = Work(traced, tuple(nodes), frozenset(), tuple(_together(nodes, place, written)), frozenset()).edges
+        made, passing = weighed(nodes, localizer.mean_bytes, _entered)
+        starts = piece_starts(made, passing, edges, repeating.ahead[stage])
+        self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        fixed = {*traced.parameters, *traced.buffers, *traced.constants} & set(portion.bound)
+        held = {node for node in self._inputs if node.name in fixed}
+        (self._outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        self.pieces: list[_Stretch] = []
+        for first, last in pairwise([0, *starts, len(nodes)]):
+            shown = {node for piece in self.pieces for node in piece.given}
+            stretch = _Stretch(graph, nodes[first:last], held, frozenset(written), shown)
+            name = f"piece {len(self.pieces) + 1} of stage {stage}"
+            stretch.piece = Piece(
+                name, [], stretch.run, how=repeating.how, surround=repeating.surround, told=told, moved=repeating.moved
+            )
+            self.pieces.append(stretch)
+
+    def run(self, values: Sequence[Any], run_graph: RunGraph) -> list[Any]:
+        """What the graph gives for ``values`` of its placeholders."""
+        env: dict[fx.Node, Any] = dict(zip(self._inputs, values, strict=True))
+        needed = {node for node in self._outputs if node is not None}
+        last = {node: at for at, piece in enumerate(self.pieces) for node in piece.given}
+        for at, piece in enumerate(self.pieces):
+            env.update(zip(piece.outputs, piece(env, run_graph), strict=True))
+            for node in piece.given:
+                if last[node] == at and node not in needed:
+                    del env[node]
+        return [None if node is None else env[node] for node in self._outputs]
+
+
+class _Stretch:
+    """Some operations of a graph in a row.
+
+    Args:
+        held: placeholders of what is there anyway.
+        written: what the graph changes in place.
+        shown: values that stretches before it were given too.
+    """
+
+    piece: Piece
+
+    def __init__(
+        self,
+        of: fx.GraphModule,
+        nodes: Sequence[fx.Node],
+        held: set[fx.Node],
+        written: frozenset[fx.Node],
+        shown: set[fx.Node],
+    ) -> None:
+        own = set(nodes)
+        given = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own)
+        values = [node for node in given if node.op != "get_attr"]
+        self.fixed = [node for node in values if node in held]
+        self.moving = [node for node in values if node not in held]
+        self.given = [*self.fixed, *self.moving]
+        self.outputs = [node for node in nodes if any(user not in own for user in node.users)]
+        self._written = [at for at, node in enumerate(self.fixed) if node in written]
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.given:
+            env[node] = graph.placeholder(node.name)
+            if node.op == "placeholder" and node not in shown and WHOLE in node.meta:
+                env[node].meta[WHOLE] = node.meta[WHOLE]
+        for node in (*(node for node in given if node.op == "get_attr"), *nodes):
+            env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[node] for node in self.outputs))
+        self._graph = fx.GraphModule(of, graph)
+
+    def __call__(self, env: Mapping[fx.Node, Any], run_graph: RunGraph) -> Sequence[Any]:
+        call = _Call([env[node] for node in self.fixed], self._written, run_graph)
+        found: Sequence[Any] = self.piece(*(env[node] for node in self.moving), call=call)
+        return found
+
+    def run(self, *values: Any, call: _Call) -> Sequence[Any]:
+        """The operations' results that others need."""
+        fixed, run_graph = call.begin()
+        return run_graph(self._graph, [*fixed, *values])
+
+
+class _Call:
+    """One microbatch's way through a stretch: the first time it is looked at and changes buffers, later it isn't and
+    changes copies. Both copy alike, for torch compares what the two forwards call where ``selective`` keeps results."""
+
+    def __init__(self, fixed: list[Any], written: Sequence[int], run_graph: RunGraph) -> None:
+        self._fixed, self._written, self._run_graph = fixed, written, run_graph
+        self._before: dict[int, torch.Tensor] | None = None
+
+    def begin(self) -> tuple[list[Any], RunGraph]:
+        """What is there, and how the operations are run."""
+        if self._before is None:
+            self._before = {at: self._fixed[at].clone() for at in self._written}
+            run_graph, self._run_graph = self._run_graph, plainly
+            return self._fixed, run_graph
+        fixed = list(self._fixed)
+        for at, value in self._before.items():
+            fixed[at] = value.clone()
+        return fixed, plainly
+
+
+def plainly(graph: fx.GraphModule, values: Sequence[Any]) -> Sequence[Any]:
+    """Not by calling the module: what ends a second forward early is no error that it should explain."""
+    found: Sequence[Any] = graph.forward(*values)
+    return found
+
+
+def _entered(node: fx.Node) -> fx.Node | None:
+    return node.all_input_nodes[0] if node.op == "call_module" and node.target == ENTER else None
+
+
+def _part_from_kept(graph: fx.GraphModule) -> None:
+    """What is changed in place is changed in a copy of what an operation gave, which may be kept."""
+    for node in list(written_in(graph.graph.nodes)):
+        value = node.meta[WHOLE].meta.get("val") if WHOLE in node.meta else None
+        if node.op == "call_module" or (node.op == "call_function" and isinstance(value, torch.Tensor)):
+            assert base_of(node) is node
+            with graph.graph.inserting_after(node):
+                copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
+            node.replace_all_uses_with(copy)
+            copy.args = (node,)
+    graph.recompile()

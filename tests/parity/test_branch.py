@@ -1,0 +1,70 @@
+"""``branch``: towers of a model on different ranks; one device's numbers, or a refusal with its reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from parity import BAR_GRADIENT, FIGURES, ROOT
+from stretto.launch import LocalLauncher
+from stretto.verify import verify
+
+EVEN = "stretto.testing.conditions:even_stages"
+MATRIX = pytest.mark.matrix
+MANY = (
+    *("branch=2", "branch=2,microbatches=3,schedule=zero-bubble", "branch=2,microbatches=3,schedule=interleaved"),
+    *("dp=2,branch=2,zero=2", "dp=2,branch=2,zero=2,microbatches=2", "dp=2,branch=2,zero=3"),
+    *("tp=2,branch=2", "dp=2,tp=2,branch=2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "sets", "plans"),
+    [
+        ("towers", {}, ("branch=2,microbatches=3,schedule=zero-bubble", "dp=2,branch=2,zero=2", "tp=2,branch=2")),
+        ("branches", {"kind": "stem"}, ("branch=3,microbatches=2", "dp=2,branch=2,zero=3")),
+        ("branches", {"kind": "siamese"}, ("branch=2", "dp=2,branch=2,zero=2,microbatches=2")),
+        ("branches", {"kind": "siamese", "rate": "0.3"}, ("branch=2,microbatches=2,schedule=zero-bubble",)),
+        ("branches", {"kind": "siamese", "rate": "0.2"}, ("branch=2,microbatches=2,recompute=full",)),
+        ("branches", {"kind": "stem", "rate": "0.3"}, ("branch=2,microbatches=2",)),
+        *(pytest.param("towers", {"kind": kind}, MANY, marks=MATRIX) for kind in ("adamw", "sgd")),
+        *(
+            pytest.param("branches", {"kind": kind, "optimizer": optimizer, "batch": "8"}, MANY, marks=MATRIX)
+            for kind in ("stem", "siamese")
+            for optimizer in ("adamw", "sgd")
+        ),
+        *(
+            pytest.param("branches", {"kind": kind, "rate": "0.3"}, MANY[:3], marks=MATRIX)
+            for kind in ("stem", "siamese")
+        ),
+    ],
+)
+def test_towers_on_different_ranks_have_the_numbers_of_one_device(
+    launcher: LocalLauncher, task: str, sets: dict[str, str], plans: tuple[str, ...]
+) -> None:
+    report = verify(ROOT / f"tests/tasks/{task}.py", plans, sets, launcher=launcher, plant=EVEN)
+    assert [plan.status for plan in report.plans] == ["passed"] * len(plans), report
+    assert all(getattr(plan, name) <= 10 * BAR_GRADIENT for plan in report.plans for name in FIGURES), report
+
+
+def test_towers_that_both_draw_are_told_to_wait_for_one_another(launcher: LocalLauncher) -> None:
+    sets = {"kind": "siamese", "rate": "0.3"}
+    (plan,) = verify(ROOT / "tests/tasks/branches.py", ["branch=2"], sets, launcher=launcher, plant=EVEN).plans
+    assert plan.status == "passed"
+    assert "both draw random numbers, so forward of the second waits for the first" in str(plan.reason)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan", "sets", "says"),
+    [
+        ("skips", "branch=2", {}, "everything depends on what comes before it; use pp=2"),
+        ("towers", "branch=3", {}, "no more than 2 lie side by side (person 50%, thing 32% of the time); use branch=2"),
+        ("branches", "branch=2", {"kind": "turns", "rate": "0.3"}, "one and other draw random numbers by turns, so"),
+        ("towers", "branch=2,pp=2", {}, "would cut each tower into stages, which is not built yet"),
+        ("towers", "dp_replicate=2,dp_shard=2,branch=2", {}, "don't go with tp, pp or branch"),
+    ],
+)
+def test_what_branch_can_t_do_is_refused_with_the_reason(
+    launcher: LocalLauncher, task: str, plan: str, sets: dict[str, str], says: str
+) -> None:
+    (report,) = verify(ROOT / f"tests/tasks/{task}.py", [plan], sets, launcher=launcher, plant=EVEN).plans
+    assert report.status == "refused" and says in str(report.reason), report
