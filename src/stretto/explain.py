@@ -13,7 +13,7 @@ import torch
 from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
 from stretto.graph.cut import Cut, report
-from stretto.graph.regions import find_regions
+from stretto.graph.regions import NONE, find_regions
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
 from stretto.graph.trace import Surround, Traced, trace
 from stretto.observe import free_bytes
@@ -121,7 +121,8 @@ def explain(task: Task, plan: Plan) -> Explained:
     staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
     cut = cut_inside(traced, template, plan.tp, unscored)
     rows = _parameters(template, traced, cut, staged.stages, plan)
-    features = features_of(plan, find_regions(cut, traced).why if plan.sequence else "")
+    regions = find_regions(cut, traced) if plan.sequence else NONE
+    features = features_of(plan, regions.why, regions.lengths)
     if plan.line == 1:
         return Explained(str(plan), features, tuple(rows), notes=cut.notes)
     described = _stages(staged, staged.costs or measure(staged.work), rows)

@@ -16,7 +16,10 @@ HELPERS = str(ROOT / "tests" / "helpers")
 PARTS = ROOT / "tests" / "tasks" / "sequence_parts.py"
 GPT = {"depth": "1", "width": "32", "context": "16", "heads": "4", "batch": "4", "precision": "fp64"}
 PLANS = ("tp=2,sequence=true", "tp=3,sequence=true,microbatches=2", "tp=2,sequence=true,pp=2")
-WITH_SAMPLES = ("dp=2,zero=1,tp=2,sequence=true", "dp=2,zero=3,tp=2,sequence=true,microbatches=2")
+WITH_SAMPLES = (
+    "dp=2,zero=1,tp=2,sequence=true",
+    "dp=2,zero=3,tp=2,sequence=true,microbatches=2,recompute=selective",
+)
 NO_PLACES = "sequence=true is inactive: no sum of a cut layer has a dimension beside the batch and the features"
 
 

@@ -47,6 +47,11 @@ class Regions:
     partial: frozenset[fx.Node]
     why: str = ""
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the sequences."""
+        return tuple(sorted({axis.size for axis in self.axes.values()}))
+
     def lying(self, node: fx.Node, cut: Cut) -> Cut:
         """The cut by which a value lies on the ranks."""
         axis = self.axes.get(node)

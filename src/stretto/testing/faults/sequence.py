@@ -15,8 +15,8 @@ def norm_gradient_of_own_places(rank: int) -> None:
     honest = Localizer.inside
 
     def inside(self: Localizer, node: fx.Node, axis: Any) -> fx.Node:
-        own = axis in self._along and any(user.target is torch.ops.aten.layer_norm.default for user in node.users)
-        own = own and node.name in self._traced.parameters
+        norms = [user for user in node.users if user.target is torch.ops.aten.layer_norm.default]
+        own = axis in self._along and any(node is norm.args[2] for norm in norms)
         return self.whole(node) if own else honest(self, node, axis)
 
     Localizer.inside = inside  # type: ignore[method-assign]
