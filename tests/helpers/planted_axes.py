@@ -129,7 +129,7 @@ SEQUENCE = (
         step=1,
         what="gradient",
         name="blocks.0.attention_in.norm.weight",
-        says="",
+        says="blocks.0.mlp_in.norm.weight, norm.weight differ between ranks that should hold the same",
     ),
     Planted(
         fault="places_of_another_rank",
