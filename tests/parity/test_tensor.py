@@ -53,6 +53,11 @@ def test_a_low_precision_cut_inside_rounds_parts_of_sums_and_no_more(
     assert (report.grad_max_rel or 0) <= {"bf16": 3e-2, "fp16": 4e-3}[precision], report
 
 
+def test_what_is_whole_has_one_owner_where_parts_are_uneven(launcher: LocalLauncher, figures: Figures) -> None:
+    """Three heads on two ranks: two and one. Owners dealt by what a rank holds would differ, and the norm with them."""
+    check(prove(launcher, "gpt", ("dp=2,tp=2,zero=1",), {"width": "36", "heads": "3"}), "gpt, uneven", figures)
+
+
 def run(launcher: LocalLauncher, entry: str, workers: int, **payload: Any) -> list[Any]:
     result = launcher.run(Job(f"tensor_entries:{entry}", payload, workers, python_path=(HELPERS,)))
     assert result.failure is None, result.failure.text

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretches import cut_at
+from stretto.comm.members import Broken, Members
 from stretto.graph.cut import plan_cut
 from stretto.graph.localize import ENTER, GATHER, OWN, SCATTER, Localizer
 from stretto.graph.regions import Regions, find_regions
 from stretto.graph.rules import read
 from stretto.graph.stages import work_of
 from stretto.graph.trace import Traced, trace
+from stretto.parallel.sequence import scattered
 
 
 class Two(nn.Module):
@@ -96,6 +98,12 @@ def test_a_parameter_of_each_place_is_cut_and_one_in_place_ends_the_region() -> 
     assert named(found, traced)[0] == ["linear_1", "add"]
     found, traced, localizer = regions_of(Two(lambda of, x: x * of.gain), 3, 5, 4)
     assert named(found, traced)[0] == ["linear_1", "add", "mul"] and calls(localizer).count(OWN) == 2
+
+
+def test_a_scattered_part_keeps_no_memory_of_the_others() -> None:
+    alone = Members(0, 1, torch.device("cpu"), None, Broken())
+    own = scattered(torch.arange(10.0).view(5, 2), 0, [[(0, 3)], [(3, 5)]], alone)
+    assert own.tolist() == [[0, 1], [2, 3], [4, 5]] and own.untyped_storage().nbytes() == 6 * own.itemsize
 
 
 @pytest.mark.parametrize(
