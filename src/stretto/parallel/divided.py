@@ -202,7 +202,11 @@ class Divided(Placed):
         specs = {name: replace(template.specs[name], shape=self._parts[name].shape) for name in own}
         if zero:
             dense = [name for name in own if name not in sparse and (zero == 3 or template.trainable[name])]
-            shares = deal([specs[name] for name in dense], world.size, self._whole_tensors)
+            # What all ranks of tp have whole is dealt by itself: beside parts, which may be larger on one than on
+            # another, it could be dealt otherwise there, and the same share is what counts once in the norm.
+            for cut in (True, False):
+                some = [specs[name] for name in dense if self._parts[name].cut is cut]
+                shares |= deal(some, world.size, self._whole_tensors)
         try:
             one_copy = zero == 3 and world.size > 1
             self._flats = Flats(
