@@ -19,7 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from forked import run_forked
-from run import Ours, stage_seconds
+from ours import Ours
+from run import stage_seconds
 
 from stretto.assemble import build_template, example_of
 from stretto.comm.group import Group
