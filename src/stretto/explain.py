@@ -13,6 +13,7 @@ import torch
 from stretto.assemble import build_template, example_of
 from stretto.features import Feature, features_of
 from stretto.graph.cut import Cut, report
+from stretto.graph.regions import NONE, find_regions
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
 from stretto.graph.trace import Surround, Traced, trace
 from stretto.observe import free_bytes
@@ -120,13 +121,15 @@ def explain(task: Task, plan: Plan) -> Explained:
     staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
     cut = cut_inside(traced, template, plan.tp, unscored)
     rows = _parameters(template, traced, cut, staged.stages, plan)
+    regions = find_regions(cut, traced) if plan.sequence else NONE
+    features = features_of(plan, regions.why, regions.lengths)
     if plan.line == 1:
-        return Explained(str(plan), features_of(plan), tuple(rows), notes=cut.notes)
+        return Explained(str(plan), features, tuple(rows), notes=cut.notes)
     described = _stages(staged, staged.costs or measure(staged.work), rows)
     seconds = tuple(row.forward_seconds for row in described), tuple(row.backward_seconds for row in described)
     costs = Costs(*seconds, (0.5,) * len(described))
     step = simulate(build_schedule(plan.schedule, staged.flow, plan.microbatches), costs)
-    return Explained(str(plan), features_of(plan), tuple(rows), tuple(described), step, (*cut.notes, *staged.notes))
+    return Explained(str(plan), features, tuple(rows), tuple(described), step, (*cut.notes, *staged.notes))
 
 
 def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.plan import Plan
@@ -20,8 +21,9 @@ class Feature:
     said: str
 
 
-def features_of(plan: Plan) -> tuple[Feature, ...]:
-    """Of every key that was asked for."""
+def features_of(plan: Plan, no_sequence: str = "", lengths: Sequence[int] = ()) -> tuple[Feature, ...]:
+    """Of every key that was asked for; ``no_sequence``: why ``sequence=true`` does nothing for the model, and
+    ``lengths``: of the sequences that it cuts."""
     found = []
     if plan.dp > 1:
         found.append(Feature(f"dp={plan.dp}", True, f"{plan.dp} ranks (or groups of them) share each global batch"))
@@ -32,6 +34,10 @@ def features_of(plan: Plan) -> tuple[Feature, ...]:
         found.append(Feature(f"dp_shard={plan.dp_shard}", True, said))
     if plan.tp > 1:
         found.append(Feature(f"tp={plan.tp}", True, f"layers are cut over {plan.tp} ranks, as the parameters tell"))
+    if plan.sequence:
+        said = "between the layers that tp cuts each rank has its own part of the longest dimension beside batch and "
+        said += f"features, of {' and of '.join(map(str, lengths))}"
+        found.append(Feature("sequence=true", not no_sequence, no_sequence or said))
     if plan.pp > 1:
         said = f"stages on {plan.pp} ranks, as balanced as they could be measured"
         found.append(Feature(f"pp={plan.pp}", True, said))

@@ -15,6 +15,7 @@ SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ZERO_STAGES: Final = (0, 1, 2, 3)
 RECOMPUTE: Final = ("none", "selective", "full")
 OFFLOAD: Final = ("none", "optimizer", "activations", "all")
+_TRUTHS: Final = MappingProxyType({"true": True, "false": False})
 _LEAST: Final = MappingProxyType(
     {"dp": 1, "zero": 0, "microbatches": 1, "dp_shard": 0, "tp": 1, "pp": 1, "branch": 1, "chunks": 0, "loaders": 0}
 )
@@ -33,6 +34,8 @@ class Plan:
             all of ``dp``. Where it is fewer, ``dp_replicate = dp / dp_shard`` such copies train side by side (hybrid
             sharding, arXiv 2304.11277, section 3.2.2).
         tp: ranks that cut the model's layers between them and share each sample (tensor parallelism, arXiv 1909.08053).
+        sequence: what lies between the layers that ``tp`` cuts (sums, norms, dropout) is cut along the sequence, for
+            less memory (arXiv 2205.05198, section 4.2.2).
         pp: ranks that have the model's layers between them in stages, one after another, and share each sample
             (pipeline parallelism, arXiv 1811.06965).
         branch: ranks that have between them the model's towers, parts that don't depend on each other, and share each
@@ -54,6 +57,7 @@ class Plan:
     microbatches: int = 1
     dp_shard: int = 0
     tp: int = 1
+    sequence: bool = False
     pp: int = 1
     branch: int = 1
     schedule: str = ""
@@ -69,6 +73,10 @@ class Plan:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name} must be a whole number of at least {least}, got {value!r}")
         self._check_stages()
+        if not isinstance(self.sequence, bool):
+            raise PlanError(f"plan: sequence must be true or false, got {self.sequence!r}")
+        if self.sequence and self.tp == 1:
+            raise PlanError("plan: sequence=true says what tp cuts beside its layers, and tp=1 cuts none; give tp too")
         if self.recompute not in RECOMPUTE:
             near = nearest(str(self.recompute), RECOMPUTE)
             raise PlanError(f"plan: recompute must be none, selective or full, got {self.recompute!r}{near}")
@@ -139,6 +147,11 @@ class Plan:
             if key in ("recompute", "offload", "schedule"):
                 given[key] = value
                 continue
+            if key == "sequence":
+                if value not in _TRUTHS:
+                    raise PlanError(f"plan: sequence must be true or false, got {part!r}")
+                given[key] = _TRUTHS[value]
+                continue
             if not equals or not value.isdigit():
                 raise PlanError(f"plan: {key} needs a whole number, as in {key}=2; got {part!r}")
             given[key] = int(value)
@@ -165,7 +178,8 @@ class Plan:
         dp = workers // (tp * pp * branch)
         hybrid = 1 < self.dp_shard < self.dp
         keeps = hybrid and dp % self.dp_shard == 0
-        fewer = dataclasses.replace(self, dp=dp, tp=tp, dp_shard=self.dp_shard if keeps else 0)
+        shard, sequence = self.dp_shard if keeps else 0, self.sequence and tp > 1
+        fewer = dataclasses.replace(self, dp=dp, tp=tp, sequence=sequence, dp_shard=shard)
         return fewer if pp * branch > 1 else dataclasses.replace(fewer, pp=1, branch=1, schedule="", chunks=0)
 
     @property
@@ -199,6 +213,7 @@ class Plan:
         parts = [f"dp_replicate={self.dp_replicate}", f"dp_shard={self.dp_shard}"] if hybrid else [f"dp={self.dp}"]
         parts += [f"zero={self.zero}"] if self.zero and not hybrid else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += ["sequence=true"] if self.sequence else []
         parts += [f"pp={self.pp}"] if self.pp > 1 else []
         parts += [f"branch={self.branch}"] if self.branch > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []

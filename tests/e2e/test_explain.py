@@ -58,6 +58,14 @@ def test_what_does_nothing_is_said_with_the_reason() -> None:
     assert "microbatches=2          active: " in told.stdout
 
 
+def test_a_sequence_is_named_by_its_length_or_why_there_is_none() -> None:
+    told = explain("examples/gpt", "--plan", "tp=2,sequence=true", "--set", "depth=1", "--set", "context=24")
+    assert told.returncode == 0, told.stderr
+    assert "sequence=true           active: " in told.stdout and "beside batch and features, of 24" in told.stdout
+    told = explain("examples/gpt", "--plan", "tp=3,sequence=true", "--set", "depth=1", "--set", "context=2")
+    assert "sequence=true           INACTIVE: its sequence of 2 is shorter than tp=3" in told.stdout, told.stderr
+
+
 def test_a_picture_of_no_pipeline_is_one_line() -> None:
     told = explain("examples/gpt", "--plan", "dp=2", "--picture", "plan.svg")
     assert (told.returncode, told.stdout) == (2, "")

@@ -120,6 +120,28 @@ VOCABULARY = (
     ),
 )
 
+SEQUENCE = (
+    Planted(
+        fault="norm_gradient_of_own_places",
+        task="examples/gpt",
+        sets=CUT,
+        plan="tp=2,sequence=true",
+        step=1,
+        what="gradient",
+        name="blocks.0.attention_in.norm.weight",
+        says="blocks.0.mlp_in.norm.weight, norm.weight differ between ranks that should hold the same",
+    ),
+    Planted(
+        fault="places_of_another_rank",
+        task="tests/tasks/bert.py",
+        plan="tp=2,sequence=true",
+        step=1,
+        what="loss",
+        name="bert.embeddings",
+        says="the first that is off is what bert.embeddings gives (add, microbatch 1, off by",
+    ),
+)
+
 STAGES = (
     Planted(
         fault="values_of_another_microbatch",
@@ -360,4 +382,4 @@ STAGES = (
     ),
 )
 
-AXES = (*LAYERS, *VOCABULARY, *STAGES, *AGAIN, *TOWERS)
+AXES = (*LAYERS, *VOCABULARY, *SEQUENCE, *STAGES, *AGAIN, *TOWERS)

@@ -21,14 +21,15 @@ from stretto.training import form_group
 
 def messages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """What a training step asks of the tensor group inside the model and its loss, forward and backward: of each
-    message its elements. Then what an evaluation does."""
+    message its elements. Then what an evaluation does. ``kinds``: the names of all of them."""
     task, plan = load_task(payload["task"], payload["sets"]), Plan.parse(payload["plan"])
     dataset = task.data()["train"]
     on = assemble(task, plan, build_template(task), form_group(plan, context), dataset=dataset)
     batch = task.collate([dataset[index] for index in range(task.recipe.batch)])
     sent: list[int] = []
-    for name in ("all_reduce", "all_gather", "gather_parts"):
-        _count(name, on.applied.ranks.tensor, sent)
+    kinds: list[str] = []
+    for name in ("all_reduce", "all_gather", "gather_parts", "reduce_scatter"):
+        _count(name, on.applied.ranks.tensor, sent, kinds)
     on.applied.refresh()
     on.applied.module.train()
     counted = _Counted(task, on, batch, sent)
@@ -44,15 +45,17 @@ def messages(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
         "backward": sent[places:training],
         "evaluation": sent[training:],
         "logits": output.numel(),
+        "kinds": kinds,
     }
 
 
-def _count(name: str, members: Members, sent: list[int]) -> None:
+def _count(name: str, members: Members, sent: list[int], kinds: list[str]) -> None:
     honest = getattr(Members, name)
 
     def counted(self: Members, tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
         if self is members:
             sent.append(tensor.numel())
+            kinds.append(name)
         return honest(self, tensor, *more, **named)
 
     setattr(Members, name, counted)
@@ -85,6 +88,28 @@ class _Counted:
 
     def span(self, what: str, stage: int | None = None) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def kept(payload: dict[str, Any], context: WorkerContext) -> int:
+    """Bytes that forward of a training step keeps for backward, without parameters."""
+    task, plan = load_task(payload["task"], payload["sets"]), Plan.parse(payload["plan"])
+    dataset = task.data()["train"]
+    on = assemble(task, plan, build_template(task), form_group(plan, context), dataset=dataset)
+    batch = task.collate([dataset[index] for index in range(task.recipe.batch)])
+    on.applied.refresh()
+    on.applied.module.train()
+    held = {parameter.untyped_storage().data_ptr() for parameter in on.applied.module.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in held:
+            found[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        on.applied.train([_Counted(task, on, batch, [])], lambda last, ghost: nullcontext())
+    return sum(found.values())
 
 
 def parts(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:

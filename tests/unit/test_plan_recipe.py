@@ -36,6 +36,8 @@ def test_loaders_are_no_part_of_what_a_plan_computes() -> None:
         ("dp=0", "at least 1"),
         ("dp=-1", "whole number"),
         ("zero=7", "zero must be 0, 1, 2 or 3"),
+        ("tp=2,sequence=yes", "sequence must be true or false"),
+        ("dp=2,sequence=true", "tp=1 cuts none; give tp too"),
         ("dp=4,dp_shard=2,zero=1", "which is zero=3"),
         ("dp=3,dp_shard=2", "must divide the 3"),
         ("dp=5,dp_replicate=2,dp_shard=2", "dp_replicate=2 times dp_shard=2"),
@@ -69,6 +71,8 @@ def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
         ("dp_replicate=2,dp_shard=2", 2, "dp=2,zero=3"),
         ("dp_replicate=2,dp_shard=2", 3, "dp=3,zero=3"),
         ("dp=2,pp=2,tp=2,microbatches=3", 4, "dp=1,tp=2,pp=2,microbatches=3"),
+        ("tp=2,sequence=true", 6, "dp=3,tp=2,sequence=true"),
+        ("tp=2,sequence=true", 3, "dp=3"),
         ("pp=2,schedule=gpipe,microbatches=3", 3, "dp=3,microbatches=3"),
     ],
 )

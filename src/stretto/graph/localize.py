@@ -15,6 +15,7 @@ from stretto.graph.axes import Axis, leaves, size
 from stretto.graph.classes import picking, reduced_places
 from stretto.graph.cut import Cut
 from stretto.graph.reading import _argument, _each, _name
+from stretto.graph.regions import NONE, Regions
 from stretto.graph.stages import Stages
 from stretto.state import Part
 
@@ -22,6 +23,7 @@ ENTER, LEAVE, DROP, NORM = "enter", "leave", "drop", "norm"
 ROWS, CROSS_ENTROPY, LOGSUMEXP, SOFTMAX, LARGEST, PICK, COLLECT = (
     *("rows", "cross_entropy", "logsumexp", "softmax", "largest", "pick", "collect"),
 )
+GATHER, SCATTER, OWN = "gather", "scatter", "own"
 WHOLE: Final = "whole"
 
 
@@ -54,18 +56,21 @@ class Localizer:
     group), ``leave`` (added up over the group; its gradient as it is), ``drop`` (dropout of a part, by the numbers that
     the whole would draw), ``norm`` (batch norm by the statistics of all workers' samples), ``rows`` (of a part of a
     table, zeros for those of other ranks), ``collect`` (the whole of what lies in parts), and what a loss wants of
-    classes that lie in parts: ``cross_entropy``, ``logsumexp``, ``softmax``, ``largest`` and ``pick``.
+    classes that lie in parts: ``cross_entropy``, ``logsumexp``, ``softmax``, ``largest`` and ``pick``. Where values lie
+    in parts along a sequence (``regions``): ``scatter`` (added up over the group, each its own part), ``gather`` (the
+    reverse, its gradient too), and ``own`` (a part of what is whole, its gradient gathered).
     """
 
-    def __init__(self, stages: Stages, cut: Cut, rank: int) -> None:
-        self._stages, self._cut, self._rank = stages, cut, rank
+    def __init__(self, stages: Stages, cut: Cut, rank: int, regions: Regions = NONE) -> None:
+        self._stages, self._cut, self._rank, self._regions = stages, cut, rank, regions
+        self._along = frozenset(regions.axes.values())
         self._traced = stages.traced
         self._begin()
 
     def _begin(self) -> None:
         self._new = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
-        self._entered: dict[tuple[fx.Node, Axis], fx.Node] = {}
+        self._made: dict[tuple[str, fx.Node, Axis | None], fx.Node] = {}
 
     def build(self, stage: int, modules: Mapping[str, nn.Module]) -> Portion:
         """One stage; ``modules`` by name."""
@@ -90,22 +95,21 @@ class Localizer:
             self._env[node] = self._copy(node)
         for node, new in self._env.items():
             new.meta[WHOLE] = node
-        given = [self._env[node] for node in (*mutated.values(), *leaving)]
+        given = [*map(self.whole, mutated.values()), *(self._env[node] for node in leaving)]
         self._new.output([*given, *(None if node is None else self._collected(node) for node in output)])
         graph = fx.GraphModule({**modules, **held}, self._new)
         return Portion(graph, tuple(n.name for n in bound), arriving, leaving, tuple(mutated), last)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        plain = self._env.__getitem__
         axis, over = self._axis(node), self._over(node)
         if _name(node) == "batch_norm" and node.args[5]:
             given = [self.given(value, axis) for value in node.args[:5]]
             return self.module(NORM, *given, *node.args[6:8])
-        if axis is None and over is None:
-            return self._new.node_copy(node, plain)
         if over is not None:
             return self._contract(node, over)
-        assert axis is not None
+        if axis is None:
+            partial = node in self._regions.partial
+            return self._new.node_copy(node, (lambda value: self.inside(value, None)) if partial else self.whole)
         if (rewrite := _REWRITES.get(_name(node))) is not None:
             return rewrite(self, node, axis)
         return self._new.node_copy(node, lambda value: self.inside(value, axis))
@@ -127,19 +131,30 @@ class Localizer:
 
     def part_of(self, node: fx.Node) -> Part | None:
         """What of a value lies on this rank; None: all of it."""
-        return self._cut.part(self._cut.reading.of(node), self._rank) if self._axis(node) is not None else None
+        return self._part(node, self._rank) if self._axis(node) is not None else None
+
+    def _part(self, node: fx.Node, rank: int) -> Part:
+        return self._regions.lying(node, self._cut).part(self._cut.reading.of(node), rank)
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A value as an operation takes it that every rank runs on all of it."""
+        return self._collected(node) if node in self._regions.axes else self._env[node]
 
     def _collected(self, node: fx.Node) -> fx.Node:
         """Of what the graph gives all of it, on every rank."""
         if self._axis(node) is None:
             return self._env[node]
-        parts = [self.part(node, rank) for rank in range(self._cut.degree)]
-        shape, dim, _ = parts[0]
-        return self.module(COLLECT, self._env[node], shape, dim, [pieces for _, _, pieces in parts])
+        return self._once(COLLECT, node, None, self._env[node], *self.parts(node))
+
+    def _once(self, name: str, node: fx.Node, axis: Axis | None, *arguments: Any) -> fx.Node:
+        """A call of a module that all who want the same of a value share."""
+        if (name, node, axis) not in self._made:
+            self._made[name, node, axis] = self.module(name, *arguments)
+        return self._made[name, node, axis]
 
     def _axis(self, node: fx.Node) -> Axis | None:
-        if not self._cut.axes:
-            return None
+        if not self._cut.axes or node in self._regions.axes:
+            return self._regions.axes.get(node)
         for dims in _each(self._cut.reading.dims[node]):
             if (found := self._cut.axis_of(dims)) is not None:
                 return found[1]
@@ -154,24 +169,35 @@ class Localizer:
         """An argument of an operation as it is here; ``axis``: along which the operation is cut."""
         if not isinstance(value, fx.Node):
             return value
-        return self._env[value] if axis is None else self.inside(value, axis)
+        return self.whole(value) if axis is None else self.inside(value, axis)
 
-    def inside(self, node: fx.Node, axis: Axis) -> fx.Node:
-        """A tensor as an operation on a part takes it: what is whole gets its gradient from every rank."""
-        new = self._env[node]
-        dims, value = self._cut.reading.dims[node], node.meta.get("val")
-        if self._axis(node) is axis or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return new
-        if node.op == "placeholder" and node.name not in self._traced.parameters:
-            return new
-        assert self._cut.axis_of(dims) is None, f"{node} is cut along two axes"
-        if (node, axis) not in self._entered:
-            self._entered[node, axis] = self._new.call_module(ENTER, (new,))
-        return self._entered[node, axis]
+    def inside(self, node: fx.Node, axis: Axis | None) -> fx.Node:
+        """A tensor as an operation on a part takes it: what is whole gets its gradient from every rank. ``axis``: of
+        the part; None: of one that is whole, and its gradient is not."""
+        at, dims, value = self._axis(node), self._cut.reading.dims[node], node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or (at is axis and axis is not None):
+            return self._env[node]
+        assert at is None or node in self._regions.axes, f"{node} is cut along two axes"
+        if axis in self._along:
+            if any(axis in leaves(dim) for dim in dims):
+                return self._once(OWN, node, axis, self.whole(node), *self.parts(node, axis))
+        elif at is not None:
+            return self._once(GATHER, node, None, self._env[node], *self.parts(node))
+        elif node in self._regions.partial:
+            return self._env[node]
+        new, given = self.whole(node), node.op == "placeholder" and node.name not in self._traced.parameters
+        return new if given or not value.is_floating_point() else self._once(ENTER, node, axis, new)
+
+    def leave(self, node: fx.Node, summed: fx.Node) -> fx.Node:
+        """What ranks have of a node's sum, added up."""
+        if node in self._regions.axes:
+            return self.module(SCATTER, summed, *self.parts(node))
+        return self.module(LEAVE, summed)
 
     def local_shape(self, node: fx.Node) -> list[int]:
         """A rank's part of a node's result."""
-        return [self._cut.local(dim, self._rank) for dim in self._cut.reading.of(node)]
+        cut = self._regions.lying(node, self._cut)
+        return [cut.local(dim, self._rank) for dim in self._cut.reading.of(node)]
 
     def call(self, node: fx.Node, *arguments: Any, **keywords: Any) -> fx.Node:
         """The node's operation on other arguments."""
@@ -181,12 +207,22 @@ class Localizer:
         """A call of one of the modules."""
         return self._new.call_module(name, arguments)
 
-    def part(self, node: fx.Node, rank: int | None = None) -> tuple[list[int], int, list[tuple[int, int]]]:
-        """A result's logical shape, the dimension that is cut, and a rank's pieces of it, first and last; this one's
-        by default."""
-        part = self._cut.part(self._cut.reading.of(node), self._rank if rank is None else rank)
-        shape = [int(size) for size in node.meta["val"].shape]
-        return shape, part.dim, [(box.starts[part.dim], box.stops[part.dim]) for box in part.boxes]
+    def part(self, node: fx.Node) -> tuple[list[int], int, list[tuple[int, int]]]:
+        """A result's logical shape, the dimension that is cut, and this rank's pieces of it, first and last."""
+        shape, dim, pieces = self.parts(node)
+        return shape, dim, pieces[self._rank]
+
+    def parts(
+        self, node: fx.Node, axis: Axis | None = None
+    ) -> tuple[list[int], int, list[list[tuple[int, int]]]]:
+        """Likewise, with the pieces of every rank; ``axis``: along which it is to be cut, where it isn't yet."""
+        cut = self._regions.lying(node, self._cut)
+        if axis is not None:
+            cut = Cut(cut.reading, frozenset({axis}), cut.degree)
+        found = [cut.part(cut.reading.of(node), rank) for rank in range(cut.degree)]
+        dim = found[0].dim
+        pieces = [[(box.starts[dim], box.stops[dim]) for box in part.boxes] for part in found]
+        return [int(size) for size in node.meta["val"].shape], dim, pieces
 
     def _contract(self, node: fx.Node, axis: Axis) -> fx.Node:
         """Each rank adds up over its part, and the group adds the sums up; a bias comes once, after that."""
@@ -194,13 +230,14 @@ class Localizer:
             return rewrite(self, node, axis)
         one, two = (self.inside(value, axis) for value in node.args[:2])  # type: ignore[arg-type]
         if _name(node) in ("matmul", "bmm", "mm"):
-            return self.module(LEAVE, self.call(node, one, two))
+            return self.leave(node, self.call(node, one, two))
         bias = _argument(node, 2, "bias")
         rest = list(node.args[3:])
-        summed = self.module(LEAVE, self.call(node, one, two, None, *rest) if rest else self.call(node, one, two))
+        summed = self.leave(node, self.call(node, one, two, None, *rest) if rest else self.call(node, one, two))
         if bias is None:
             return summed
-        added = self._env[bias]
+        along = self._regions.axes.get(node)
+        added = self.whole(bias) if along is None else self.inside(bias, along)
         if (inner := len(self._cut.reading.of(node)) - 2) and _name(node) != "linear":  # [out] beside [out, ...]
             added = self._new.call_function(torch.ops.aten.view.default, (added, [-1, *[1] * inner]))
         return self._new.call_function(torch.ops.aten.add.Tensor, (summed, added))
@@ -236,9 +273,11 @@ def _dropout(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     if not rate or not training:
         return at.call(node, at.inside(source, axis), rate, training)  # type: ignore[arg-type]
     shape, dim, pieces = at.part(node)
+    steps = list(source.meta["val"].stride())  # type: ignore[union-attr]
     if _name(node).startswith("feature"):  # it drops whole channels
         shape = [*shape[:2], *(1 for _ in shape[2:])]
-    dropped = at.module(DROP, at.inside(source, axis), rate, shape, dim, pieces)  # type: ignore[arg-type]
+        steps = list(torch.empty(shape, device="meta").stride())
+    dropped = at.module(DROP, at.inside(source, axis), rate, shape, dim, pieces, steps)  # type: ignore[arg-type]
     if not _name(node).endswith("_"):
         return dropped
     return at._new.call_function(torch.ops.aten.copy_.default, (at.inside(source, axis), dropped))  # type: ignore[arg-type]
@@ -275,8 +314,8 @@ def _rows(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     table, index = node.args[:2]
     padding = int(_argument(node, 2, "padding_idx", -1))
     shape, _, pieces = at.part(table)  # type: ignore[arg-type]
-    found = at.module(ROWS, at._env[table], at._env[index], padding, pieces, shape[0])  # type: ignore[index]
-    return at.module(LEAVE, found)
+    found = at.module(ROWS, at._env[table], at.whole(index), padding, pieces, shape[0])  # type: ignore[index,arg-type]
+    return at.leave(node, found)
 
 
 def _classes(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:

@@ -22,6 +22,7 @@ from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
 from stretto.errors import Refused
 from stretto.graph.cut import Cut, follow_cut
+from stretto.graph.regions import NONE, find_regions
 from stretto.graph.rules import read
 from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
@@ -275,7 +276,11 @@ class Divided(Placed):
         here = [stage for stage, rank in enumerate(self._flow.ranks) if rank == self.ranks.line.rank]
         splits = any(action.kind is Kind.WEIGHT for action in self._order.actions[self.ranks.line.rank])
         later = self._deferred if splits else None
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, self._repeating, self._norm)
+        regions = find_regions(cut, stages.traced) if self._plan.sequence else NONE
+        if regions.why and not self._programs:  # of what is trained on first; a shorter batch may have none
+            self.notes = (*self.notes, f"sequence=true is inactive: {regions.why}")
+        repeating, norm = self._repeating, self._norm
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, repeating, norm, regions)
 
     def _repeated(self, program: Program) -> Program | None:
         """The program, as it is computed again, and a note in how many pieces; None where that would save nothing."""

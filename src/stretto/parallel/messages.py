@@ -107,8 +107,16 @@ class Drop(nn.Module):
     """Dropout of a part: all ranks draw for the whole tensor, as one device does, and each uses its piece."""
 
     def forward(
-        self, x: torch.Tensor, rate: float, shape: list[int], dim: int, pieces: list[tuple[int, int]]
+        self,
+        x: torch.Tensor,
+        rate: float,
+        shape: list[int],
+        dim: int,
+        pieces: list[tuple[int, int]],
+        steps: list[int],
     ) -> torch.Tensor:
-        """``x`` with elements at zero, the others larger."""
-        keep = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - rate).div_(1 - rate)
+        """``x`` with elements at zero, the others larger. ``steps``: of the whole in memory, as numbers are drawn in
+        the order in which it lies there."""
+        whole = torch.empty_strided(shape, steps, dtype=x.dtype, device="meta")
+        keep = torch.empty_like(whole, device=x.device).bernoulli_(1 - rate).div_(1 - rate)
         return x * torch.cat([keep.narrow(dim, first, last - first) for first, last in pieces], dim)

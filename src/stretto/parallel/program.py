@@ -13,12 +13,14 @@ from torch import fx, nn
 from stretto.comm.members import Members
 from stretto.graph.cut import Cut
 from stretto.graph.localize import NORM, WHOLE, Localizer, Portion
+from stretto.graph.regions import NONE, Regions
 from stretto.graph.stages import Stages
 from stretto.graph.trace import filled
 from stretto.parallel.again import Several, Told
 from stretto.parallel.batchnorm import GlobalBatchNorm, NormOfAll
 from stretto.parallel.deferred import Deferred, defer
 from stretto.parallel.messages import Heard
+from stretto.parallel.sequence import sequence_modules
 from stretto.parallel.spread import modules_of
 from stretto.parallel.stretches import Repeating, RunGraph, Stretches, plainly
 
@@ -170,6 +172,7 @@ class Program:
         deferred: Deferred | None = None,
         repeating: Repeating | None = None,
         norm: GlobalBatchNorm | None = None,
+        regions: Regions = NONE,
     ) -> Program:
         """For the stages ``here``, with the parameters that ``module`` holds.
 
@@ -178,11 +181,12 @@ class Program:
             deferred: where weight gradients can be put off.
             repeating: how backward computes the stages again; None: it has what forward computed.
             norm: takes the statistics of all workers' samples, for a model that normalises over the batch.
+            regions: what lies in parts along a sequence.
         """
-        localizer = Localizer(stages, cut, tensor.rank)
+        localizer = Localizer(stages, cut, tensor.rank, regions)
         heard = Heard()
         keeps = heard if repeating is not None and repeating.how == "selective" else None
-        modules = modules_of(tensor, keeps)
+        modules = {**modules_of(tensor, keeps), **sequence_modules(tensor, keeps)}
         told: Told = heard
         if norm is not None:
             modules[NORM], told = NormOfAll(norm), Several((norm, heard))

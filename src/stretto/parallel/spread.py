@@ -260,26 +260,33 @@ class _CollectFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, shape: list[int], dim: int, pieces: list[list[tuple[int, int]]], members: Members
     ) -> torch.Tensor:
         ctx.dim, ctx.pieces = dim, pieces[members.rank]
-        shapes = [[*shape[:dim], sum(last - first for first, last in own), *shape[dim + 1 :]] for own in pieces]
-        sizes = [torch.Size(one).numel() for one in shapes]
-        flat = x.new_empty(sum(sizes))
-        parts = torch.split(flat, sizes)
-        parts[members.rank].copy_(x.reshape(-1))
-        members.gather_parts(flat, sizes)
-        whole = x.new_empty(shape)
-        for own, part, local in zip(pieces, parts, shapes, strict=True):
-            start = 0
-            for first, last in own:
-                length = last - first
-                whole.narrow(dim, first, length).copy_(part.view(local).narrow(dim, start, length))
-                start += length
-        return whole
+        return gathered(x, shape, dim, pieces, members)
 
     @staticmethod
     def backward(
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
         return narrowed(gradient, ctx.pieces, ctx.dim), None, None, None, None
+
+
+def gathered(
+    x: torch.Tensor, shape: Sequence[int], dim: int, pieces: Sequence[Pieces], members: Members
+) -> torch.Tensor:
+    """The whole [*shape] of what lies in ``pieces`` along ``dim``, those of every rank."""
+    shapes = [[*shape[:dim], sum(last - first for first, last in own), *shape[dim + 1 :]] for own in pieces]
+    sizes = [torch.Size(one).numel() for one in shapes]
+    flat = x.new_empty(sum(sizes))
+    parts = torch.split(flat, sizes)
+    parts[members.rank].copy_(x.reshape(-1))
+    members.gather_parts(flat, sizes)
+    whole = x.new_empty(shape)
+    for own, part, local in zip(pieces, parts, shapes, strict=True):
+        start = 0
+        for first, last in own:
+            length = last - first
+            whole.narrow(dim, first, length).copy_(part.view(local).narrow(dim, start, length))
+            start += length
+    return whole
 
 
 def modules_of(members: Members, heard: Heard | None = None) -> dict[str, nn.Module]:

@@ -37,6 +37,7 @@ from stretto.testing.faults.recompute import (
     stages_change_buffers_twice,
     statistics_moved_twice,
 )
+from stretto.testing.faults.sequence import norm_gradient_of_own_places, places_of_another_rank
 from stretto.testing.faults.stages import (
     backward_run_twice,
     buffers_of_another_stage,
@@ -121,6 +122,7 @@ __all__ = [
     "nominal_gradient_divisor",
     "norm_counts_a_tied_table_on_each_stage",
     "norm_counts_whole_parameters_on_each_rank",
+    "norm_gradient_of_own_places",
     "norm_leaves_a_stage_out",
     "norm_of_every_copy",
     "norm_of_every_replica",
@@ -132,6 +134,7 @@ __all__ = [
     "overflow_decided_alone",
     "partial_sums_not_added",
     "partial_sums_of_one_stage",
+    "places_of_another_rank",
     "reduction_of_one_stage_dropped",
     "repeated_samples",
     "replicas_not_added",
