@@ -108,7 +108,7 @@ def kept(payload: dict[str, Any], context: WorkerContext) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        on.applied.train([_Counted(task, on, batch, [])], lambda last, ghost: nullcontext())
+        on.applied.train([_Counted(task, on, batch, [])], lambda **_: nullcontext())
     return sum(found.values())
 
 
