@@ -19,10 +19,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from forked import run_forked
-from run import Ours, stage_seconds
+from ours import Ours
+from run import stage_seconds
 
 from stretto.assemble import build_template, example_of
 from stretto.comm.group import Group
+from stretto.graph.assignment import Assignment
 from stretto.graph.stages import work_of
 from stretto.graph.trace import trace
 from stretto.plan import Plan
@@ -45,11 +47,13 @@ def main() -> None:
         task, plan = load_task(ROOT / "examples" / "gpt", SETTINGS), Plan.parse(PLAN)
         template = build_template(task)
         traced = trace(template.structure.train(), *example_of(task, plan, template, None).call)
-        edges = work_of(traced, template.trainable).edges
+        work = work_of(traced, template.trainable)
+        edges, count = work.edges, len(work.nodes)
         middle = edges[len(edges) // 4 : 3 * len(edges) // 4]
         others = middle[:: max(1, len(middle) // options.cuts)]
         found = Ours(task, PLAN, group)
-        arms = {"found": found} | {str(place): Ours(task, PLAN, group, (place,)) for place in others}
+        cuts = {str(place): Assignment.stretches(count, (place,), 2) for place in others}
+        arms = {"found": found} | {name: Ours(task, PLAN, group, cut) for name, cut in cuts.items()}
         longest: dict[str, list[float]] = {name: [] for name in arms}
         for _ in range(options.rounds):
             for name, ours in arms.items():

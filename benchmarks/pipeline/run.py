@@ -27,19 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from forked import run_forked
+from ours import Ours
 from paired import Ratio, ratio, run_blocks, table
 from torch.distributed import pipelining
 
-from stretto.assemble import assemble, build_template
+from stretto.assemble import build_template
 from stretto.comm.group import Group
 from stretto.data import Feeder, Position, Sampler
-from stretto.graph.assignment import Assignment
-from stretto.machinery import Machinery
-from stretto.observe import Lanes
 from stretto.parallel.divided import Divided
-from stretto.plan import Plan
 from stretto.schedule import Costs, build_schedule, simulate
-from stretto.step import Stepper
 from stretto.task import Task, load_task
 
 HERE = Path(__file__).resolve().parent
@@ -56,30 +52,6 @@ TORCH = {
 }
 FIRST_STEPS = 3
 LOSS_TOLERANCE = 1e-4
-
-
-class Ours:
-    """A step of stretto's engine, as a run makes it."""
-
-    def __init__(self, task: Task, plan: str, group: Group, cut: Assignment | None = None) -> None:
-        parsed = Plan.parse(plan)
-        dataset = task.data()["train"]
-        self.on: Machinery = assemble(
-            task, parsed, build_template(task), group, dataset=dataset, assignment=cut
-        )
-        feeder = Feeder(dataset, task.collate, task.recipe.seed)
-        self.stepper = Stepper(task, parsed, feeder, self.on)
-        self.batches = Sampler(len(dataset), task.recipe.batch, task.recipe.seed).batches(1, Position())
-        self.plan = parsed
-
-    def __call__(self) -> float:
-        """The loss."""
-        return self.stepper.step(next(self.batches)).loss
-
-    @property
-    def lanes(self) -> Lanes:
-        """What the rank noted."""
-        return self.stepper.lanes
 
 
 def torchs(task: Task, how: str, microbatches: int, group: Group, gloo: Any) -> Callable[[], float]:

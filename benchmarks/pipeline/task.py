@@ -22,10 +22,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, time, width], likewise what comes out."""
-        batch, time, width = x.shape
+        batch, time, _ = x.shape
         parts = self.mixed(self.before(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         found = nn.functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
-        x = x + self.joined(found.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.joined(found.transpose(1, 2).flatten(2))
         return x + self.narrow(nn.functional.gelu(self.wide(self.between(x))))
 
 

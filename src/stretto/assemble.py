@@ -14,7 +14,7 @@ from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_fee
 from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.graph.assignment import Assignment
 from stretto.graph.trace import Scoring
-from stretto.machinery import Machinery
+from stretto.machinery import Machinery, widened
 from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Example, Manner, Roots, Template, apply
 from stretto.parallel.faithful import roots_of
@@ -153,12 +153,15 @@ def example_of(task: Task, plan: Plan, template: Template, dataset: Any) -> Exam
         before.restore()
     host, dtype = torch.device("cpu"), COMPUTE[task.recipe.precision]
 
+    def terms(output: Any, batch: Any) -> Any:
+        return task.losses(widened(task, output), batch)
+
     def loss(output: Any) -> Roots:
-        return roots_of(task.losses(output, samples))
+        return roots_of(terms(output, samples))
 
     call = to_device(arguments, host, dtype), to_device(keywords, host, dtype)
     why = unseen(samples)
-    return Example(call, loss, None if why else Scoring(task.losses, samples), why)
+    return Example(call, loss, None if why else Scoring(terms, samples), why)
 
 
 def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:

@@ -55,4 +55,9 @@ def forward(task: Task, on: Machinery, run: Callable[..., Any], call: Call, seed
     seed_everything(seed)
     with computing(task.recipe.precision, on.group.device.type), whole_parameters_only():
         output = run(*arguments, **keywords)
+    return widened(task, output)
+
+
+def widened(task: Task, output: Any) -> Any:
+    """What the model gave as loss() and metrics() get it."""
     return output if COMPUTE[task.recipe.precision].itemsize >= 4 else widen(output)

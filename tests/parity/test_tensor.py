@@ -36,6 +36,12 @@ def test_dropout_in_place_and_of_channels_draws_for_the_whole(
     check(prove(launcher, name, ("tp=3",), sets), f"{name} {sets}", figures)
 
 
+def test_uneven_parts_leave_what_is_whole_dealt_alike(launcher: LocalLauncher, figures: Figures) -> None:
+    """Three heads on two ranks: one has larger parts, and both must have the same shares of what isn't cut."""
+    plans = ("dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3")
+    check(prove(launcher, "gpt", plans, {"heads": "3", "width": "48", "depth": "3"}), "gpt, uneven parts", figures)
+
+
 def test_what_tp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher) -> None:
     (plan,) = verify(ROOT / "tests" / "tasks" / "skips.py", ["tp=2"], launcher=launcher).plans
     assert plan.status == "refused", plan
@@ -51,11 +57,6 @@ def test_a_low_precision_cut_inside_rounds_parts_of_sums_and_no_more(
     (report,) = prove(launcher, "bert", ("dp=2,tp=2,zero=1",), sets).plans
     assert report.status == "passed" and 0 < (report.loss_max_rel or 0) <= 1e-3, report
     assert (report.grad_max_rel or 0) <= {"bf16": 3e-2, "fp16": 4e-3}[precision], report
-
-
-def test_what_is_whole_has_one_owner_where_parts_are_uneven(launcher: LocalLauncher, figures: Figures) -> None:
-    """Three heads on two ranks: two and one. Owners dealt by what a rank holds would differ, and the norm with them."""
-    check(prove(launcher, "gpt", ("dp=2,tp=2,zero=1",), {"width": "36", "heads": "3"}), "gpt, uneven", figures)
 
 
 def run(launcher: LocalLauncher, entry: str, workers: int, **payload: Any) -> list[Any]:

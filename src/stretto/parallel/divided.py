@@ -203,11 +203,11 @@ class Divided(Placed):
         specs = {name: replace(template.specs[name], shape=self._parts[name].shape) for name in own}
         if zero:
             dense = [name for name in own if name not in sparse and (zero == 3 or template.trainable[name])]
-            # Parts may be uneven, and what is whole must have one owner among the ranks that all hold it.
-            for cut in (False, True):
-                alike = [specs[name] for name in dense if self._parts[name].cut is cut]
-                shares |= deal(alike, world.size, self._whole_tensors)
-            shares = {name: shares[name] for name in dense}
+            # What all ranks of tp have whole is dealt by itself: beside parts, which may be larger on one than on
+            # another, it could be dealt otherwise there, and the same share is what counts once in the norm.
+            for cut in (True, False):
+                some = [specs[name] for name in dense if self._parts[name].cut is cut]
+                shares |= deal(some, world.size, self._whole_tensors)
         try:
             one_copy = zero == 3 and world.size > 1
             self._flats = Flats(
