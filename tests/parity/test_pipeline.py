@@ -28,6 +28,14 @@ def test_a_model_in_stages_has_the_numbers_of_one_device(
     check(prove(launcher, name, plans, {"kind": kind} if name != "mlp_dropout" else {}), f"{name} {kind}", figures)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_microbatches_without_a_sample_count_for_nothing(
+    launcher: LocalLauncher, figures: Figures, schedule: str
+) -> None:
+    """The third batch has one sample for three microbatches."""
+    check(prove(launcher, "towers", (f"pp=2,microbatches=3,schedule={schedule}",), {"size": "15"}), "towers", figures)
+
+
 @pytest.mark.parametrize(
     ("name", "plan", "says"),
     [

@@ -85,7 +85,8 @@ class WatchedSync:
     @contextmanager
     def microbatch(self, last: bool, ghost: bool, ends: bool = True) -> Iterator[None]:
         """See :class:`Sync`."""
-        self._feed.use(ghost)
+        if ends:  # several actions of a pipeline run on one microbatch
+            self._feed.use(ghost)
         with self._sync.microbatch(last, ghost, ends):
             yield
 
