@@ -14,6 +14,7 @@ from stretto.errors import Refused
 from stretto.graph.balance import balanced
 from stretto.graph.stages import MESSAGE_BYTES, Stages, Work, stages_like, work_of
 from stretto.graph.trace import trace
+from stretto.parallel.measure import _alike
 
 
 class Skips(nn.Module):
@@ -188,3 +189,14 @@ def test_more_stages_than_places_are_refused_with_the_number_that_there_are() ->
 
 def test_what_passes_has_a_price() -> None:
     assert balanced([1.0] * 4, [1, 2, 3], [0, 0, 10**10, 0], 2) == (1,), "the middle would pass 10 GB"
+
+
+def test_equal_layers_cost_the_same_whatever_the_clock_says() -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)), nn.Linear(4, 2))
+    work = worked(layers, torch.randn(3, 4))
+    measured = {node: (float(place**2), 2.0 * place**2) for place, node in enumerate(work.nodes)}
+    found = [_alike(work, measured)[node] for node in work.nodes]
+    assert found[2:10:2] == [(26.0, 52.0)] * 4, "the median of 4, 16, 36 and 64"
+    assert found[1:10:2] == [(25.0, 50.0)] * 5
+    assert found[0] == (0.0, 0.0), "nothing goes back from the first"
+    assert found[10] == (100.0, 200.0), "the last is of another size"

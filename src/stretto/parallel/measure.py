@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -36,12 +37,32 @@ def costs_of(work: Work, module: nn.Module, values: nn.Module, example: Example)
     try:
         clock = _Clock(work, held, example)
         clock.run()
-        seconds = [clock.seconds.get(node, (0.0, 0.0)) for node in work.nodes]
+        alike = _alike(work, clock.seconds)
+        seconds = [alike.get(node, (0.0, 0.0)) for node in work.nodes]
         forward, backward = clock.loss(example)
         seconds[-1] = seconds[-1][0] + forward, seconds[-1][1] + backward
     finally:
         before.restore()
     return seconds
+
+
+def _alike(work: Work, measured: Mapping[fx.Node, Seconds]) -> dict[fx.Node, Seconds]:
+    """The same operation on tensors of the same kind costs the same: the median of what was measured of each. So equal
+    layers have equal costs, also on a machine that does other things beside."""
+    kinds: dict[str, list[fx.Node]] = {}
+
+    def kind(one: fx.Node) -> Any:
+        value = one.meta.get("val")
+        lies = (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else type(value)
+        return f"{lies} {one in work.carries}"
+
+    for node in measured:
+        kinds.setdefault(repr((node.target, fx.map_arg((node.args, node.kwargs), kind))), []).append(node)
+    found: dict[fx.Node, Seconds] = {}
+    for nodes in kinds.values():
+        forward, backward = (median(measured[node][way] for node in nodes) for way in (0, 1))
+        found |= dict.fromkeys(nodes, (forward, backward))
+    return found
 
 
 class _Clock(fx.Interpreter):
