@@ -198,5 +198,5 @@ def test_equal_layers_cost_the_same_whatever_the_clock_says() -> None:
     found = [_alike(work, measured)[node] for node in work.nodes]
     assert found[2:10:2] == [(26.0, 52.0)] * 4, "the median of 4, 16, 36 and 64"
     assert found[1:10:2] == [(25.0, 50.0)] * 5
-    assert found[0] == (0.0, 0.0), "nothing goes back from the first"
+    assert found[0] == (0.0, 0.0), "a kind of its own: nothing goes back to its input"
     assert found[10] == (100.0, 200.0), "the last is of another size"
