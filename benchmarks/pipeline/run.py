@@ -51,6 +51,7 @@ TORCH = {
     "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
 }
 FIRST_STEPS = 3
+AT_ONCE = 2  # microbatches of a stage, so that memory is as warm as in a pipeline
 LOSS_TOLERANCE = 1e-4
 
 
@@ -93,61 +94,62 @@ def torchs(task: Task, how: str, microbatches: int, group: Group, gloo: Any) -> 
     return step
 
 
-def stage_seconds(ours: Ours, group: Group, rounds: int = 6) -> list[tuple[float, float]]:
+def stage_seconds(ours: Ours, group: Group) -> list[list[float]]:
     """Forward and backward of each stage, in seconds, while the other rank runs its own; without any message."""
     applied = ours.on.applied
     assert isinstance(applied, Divided)
     (program,) = [one for key, one in applied._programs.items() if key[0]]
     task, size = ours.stepper.task, ours.stepper.task.recipe.batch // ours.plan.microbatches
     samples = task.collate([task.data()["train"][index] for index in range(size)])
-    found: dict[int, tuple[list[float], list[float]]] = {stage: ([], []) for stage in program.portions}
-    keep = 2  # microbatches at once, so that memory is as warm as in a pipeline
+    found: dict[int, list[float]] = {}
     group.barrier()
-    for _ in range(rounds):
-        for stage, portion in program.portions.items():
-            waiting = []
-            for _ in range(keep):
-                arriving = [torch.randn(program.shapes[n].sizes).requires_grad_() for n in portion.arriving]
-                began = time.perf_counter()
-                result = portion.run([samples[0]], arriving)
-                if stage == program.stages.count - 1:
-                    roots = [task.losses(result.output, samples)["loss"][0] / size]
-                else:
-                    roots = list(result.leaving.values())
-                found[stage][0].append(time.perf_counter() - began)
-                waiting.append(roots)
-            for roots in waiting:
-                gradients = [torch.ones_like(root) for root in roots]
-                began = time.perf_counter()
-                torch.autograd.backward(roots, gradients)
-                found[stage][1].append(time.perf_counter() - began)
+    for stage, portion in program.portions.items():
+        waiting, forward, backward = [], 0.0, 0.0
+        for _ in range(AT_ONCE):
+            arriving = [torch.randn(program.shapes[n].sizes).requires_grad_() for n in portion.arriving]
+            began = time.perf_counter()
+            result = portion.run([samples[0]], arriving)
+            if stage == program.stages.count - 1:
+                roots = [task.losses(result.output, samples)["loss"][0] / size]
+            else:
+                roots = list(result.leaving.values())
+            forward += time.perf_counter() - began
+            waiting.append(roots)
+        for roots in waiting:
+            gradients = [torch.ones_like(root) for root in roots]
+            began = time.perf_counter()
+            torch.autograd.backward(roots, gradients)
+            backward += time.perf_counter() - began
+        found[stage] = [forward / AT_ONCE, backward / AT_ONCE]
     ours.on.sync.begin()
     group.barrier()
-    medians = {stage: [statistics.median(times) for times in both] for stage, both in found.items()}
     every: dict[int, list[float]] = {}
-    for theirs in group.gather_json({str(stage): both for stage, both in medians.items()}):
+    for theirs in group.gather_json({str(stage): both for stage, both in found.items()}):
         every |= {int(stage): both for stage, both in theirs.items()}
-    return [(every[stage][0], every[stage][1]) for stage in sorted(every)]
+    return [every[stage] for stage in sorted(every)]
 
 
-def against_theory(ours: Ours, group: Group, steps: int) -> dict[str, Any]:
-    """The pipeline's part of a step (all microbatches, forward and backward) over the schedule's theory."""
+def against_theory(ours: Ours, group: Group, rounds: int) -> dict[str, Any]:
+    """The pipeline's part of a step (all microbatches, forward and backward) over the schedule's theory.
+
+    A core's speed here changes by a fifth from second to second, so the stages' times are taken straight before and
+    straight after each step, and the median of the steps' ratios counts.
+    """
     applied = ours.on.applied
     assert isinstance(applied, Divided)
+    schedule = build_schedule(ours.plan.schedule, applied._flow, ours.plan.microbatches)
     measured, theory = [], []
-    for _ in range(5):  # in turn, as the machine's speed drifts
-        costs = stage_seconds(ours, group)
-        schedule = build_schedule(ours.plan.schedule, applied._flow, ours.plan.microbatches)
-        shares = tuple(0.5 for _ in costs)
-        theory.append(simulate(schedule, Costs(*map(tuple, zip(*costs, strict=True)), shares)).seconds)  # type: ignore[arg-type]
-        times = []
-        for _ in range(steps):
-            ours()
-            spans = [span for span in ours.lanes.steps[-1][1] if span.microbatch is not None]
-            times.append((spans[0].start, spans[-1].end))
-        begun = [min(every) for every in zip(*group.gather_json([begin for begin, _ in times]), strict=True)]
-        ended = [max(every) for every in zip(*group.gather_json([end for _, end in times]), strict=True)]
-        measured.append(statistics.median(end - begin for begin, end in zip(begun, ended, strict=True)))
+    before = stage_seconds(ours, group)
+    for _ in range(rounds):
+        ours()
+        spans = [span for span in ours.lanes.steps[-1][1] if span.microbatch is not None]
+        both = group.gather_json([spans[0].start, spans[-1].end])
+        measured.append(max(end for _, end in both) - min(begin for begin, _ in both))
+        after = stage_seconds(ours, group)
+        costs = [[(b + a) / 2 for b, a in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
+        forward, backward = (tuple(cost[at] for cost in costs) for at in (0, 1))
+        theory.append(simulate(schedule, Costs(forward, backward, (0.5,) * len(costs))).seconds)
+        before = after
     ratios = sorted(m / t for m, t in zip(measured, theory, strict=True))
     return {
         "milliseconds": 1000 * statistics.median(measured),
@@ -165,6 +167,7 @@ def main() -> None:
     """Runs the arms and prints the tables; rank 0 speaks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=40, help="steps against theory, for each schedule")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -179,7 +182,7 @@ def main() -> None:
         losses = {name: [step() for _ in range(FIRST_STEPS)][-1] for name, step in arms.items()}
         if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * min(losses.values()):
             raise SystemExit(f"the arms do different work; losses after {FIRST_STEPS} steps: {losses}")
-        theory = {how: against_theory(arms[how], group, 5) for how in PLANS}  # type: ignore[arg-type]
+        theory = {how: against_theory(arms[how], group, options.rounds) for how in PLANS}  # type: ignore[arg-type]
         timed = {name: partial(_drop, step) for name, step in arms.items()}
         times = run_blocks(timed, options.blocks, 1, group.barrier)
         ratios: list[Ratio] = [ratio("torch, 1f1b, again", "torch, 1f1b", times)]
@@ -188,7 +191,8 @@ def main() -> None:
         if group.rank == 0:
             print(table(ratios, times))
             for how, found in theory.items():
-                spread = f"{found['ratio']:.3f} ({min(found['ratios']):.3f} to {max(found['ratios']):.3f})"
+                low, _, high = statistics.quantiles(found["ratios"], n=4)
+                spread = f"{found['ratio']:.3f} (half of them {low:.3f} to {high:.3f})"
                 took = f"{found['milliseconds']:.1f} ms, theory {found['theory_milliseconds']:.1f} ms"
                 print(f"{how}: {took}, ratio {spread}", flush=True)
             if options.out:
