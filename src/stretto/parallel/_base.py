@@ -157,6 +157,7 @@ class Place:
         shares: of ``compute``, which part each rank of those whose gradients add up updates, where each needs the sum
             of its own part alone; None where every rank updates all that it holds.
         sparse: its gradients are sparse.
+        lent: ``compute`` has memory only while the layout has gathered it, from what ``local`` is everywhere.
     """
 
     spec: TensorSpec
@@ -167,10 +168,14 @@ class Place:
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
+    lent: bool = False
 
     @property
     def copied(self) -> torch.Tensor | None:
-        """What of ``compute`` :meth:`Applied.refresh` fills from ``local``; None where ``local`` is that memory."""
+        """What of ``compute`` :meth:`Applied.refresh` fills from ``local``; None where ``local`` is that memory, or
+        ``compute`` is gathered from it."""
+        if self.lent:
+            return None
         here = self.compute.detach()
         if self.summed:
             here = cast(DTensor, here)._local_tensor

@@ -13,6 +13,7 @@ from stretto.comm.shm_memory import Unavailable
 from stretto.errors import Refused
 from stretto.parallel._base import Applied, Manner, Ranks
 from stretto.parallel.batchnorm import batch_norms
+from stretto.parallel.flats import without_one_copy
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 
@@ -43,11 +44,7 @@ def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
             why = str(error)
     sharded = Sharded(template, ranks, manner)
     if why and ranks.everyone.transport == SHARED_MEMORY:
-        said = (
-            f"zero=3 without one copy of the weights for all workers, as {why}; each gathers layer after layer "
-            "instead (FSDP2), which is slower"
-        )
-        sharded.notes = (*sharded.notes, said)
+        sharded.notes = (*sharded.notes, without_one_copy(why, "layer after layer (FSDP2)"))
     return sharded
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from stretto.comm.group import SHARED_MEMORY
 from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
 from stretto.errors import Refused
@@ -32,7 +33,8 @@ from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
-from stretto.parallel.flats import Flats
+from stretto.parallel.flats import Flats, without_one_copy
+from stretto.parallel.gathered import Lender, lent_place
 from stretto.parallel.inside import buffer_parts_of, cut_inside, give_parts, parts_of, uncut
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import Seconds, costs_of
@@ -44,7 +46,7 @@ from stretto.parallel.stretches import Repeating
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
-from stretto.state import Shares, Slice, assign_owners, deal
+from stretto.state import Shares, Slice, TensorSpec, assign_owners, deal
 
 _NOTHING: Final = torch.empty(0)
 
@@ -93,6 +95,8 @@ class Divided(Placed):
         self.schedule = self._order if plan.line > 1 else None
         self._repeating = _repeating(self._order, manner, self._offloaded.activations)
         program = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
+        if self._lender is not None:
+            self._lender.lay(self._places, (names for one in program.portions.values() for names in one.parameters))
         self._programs[_key(True, manner.example.given(traced.scored))] = program
         self._forwards = _forward_only(self._flow)
         self._open_line()
@@ -189,6 +193,8 @@ class Divided(Placed):
                 alike = alone if self._parts[name].cut else self.ranks.tensor
                 spec, part = template.specs[name], self._parts[name]
                 found[name] = dealt_place(spec, part, parameter, shares[name], world, alike)
+                if self._lender is not None:
+                    found[name] = lent_place(found[name], shares[name][world.rank].shape)
                 continue
             (adds, alike), spec = kinds[name], template.specs[name]
             held, local = Holders(adds, alike, owners.get(name) == alike.rank), trained(spec, parameter)
@@ -208,17 +214,24 @@ class Divided(Placed):
             for cut in (True, False):
                 some = [specs[name] for name in dense if self._parts[name].cut is cut]
                 shares |= deal(some, world.size, self._whole_tensors)
-        try:
-            one_copy = zero == 3 and world.size > 1
-            self._flats = Flats(
-                dict(self.module.named_parameters()), [specs[name] for name in shares], shares, world, one_copy
-            )
-        except Unavailable as error:
-            raise Refused(
-                f"plan {self._plan}: zero=3 beside tp, pp or branch keeps one copy of the weights in memory that its "
-                f"ranks share, and here that can't be: {error}; use zero=2"
-            ) from error
+        self._flats, self._lender = self._memory([specs[name] for name in shares], shares)
         return shares
+
+    def _memory(self, specs: Sequence[TensorSpec], shares: Mapping[str, Shares]) -> tuple[Flats, Lender | None]:
+        """Where what is dealt lies: in memory of each rank's own, once for all, or in shares that are gathered."""
+        world, everyone, why = self.ranks.world, self.ranks.everyone, ""
+        parameters = dict(self.module.named_parameters())
+        if self._plan.zero < 3 or world.size == 1:
+            return Flats(parameters, specs, shares, world, one_copy=False), None
+        try:
+            flats = Flats(parameters, specs, shares, world, one_copy=True)
+        except Unavailable as error:
+            why = str(error)
+        if not (why := next(filter(None, everyone.gather_json(why)), "")):  # others of its ranks may have memory
+            return flats, None
+        if everyone.transport == SHARED_MEMORY:
+            self.notes = (*self.notes, without_one_copy(why, "piece after piece of the traced graph"))
+        return Flats({}, (), {}, world, one_copy=False), Lender(world, specs)
 
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`; a buffer that a stage changes is only known there."""
@@ -237,6 +250,12 @@ class Divided(Placed):
         line, saving, looker = self.ranks.line, self._offloaded.saving, self._looker
         with self._norm.counting(not microbatches[0].ghost):  # with a BatchNorm there is one
             Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The last parameters that were gathered."""
+        if self._lender is not None:
+            self._lender.take(())
 
     def watch(self, looker: Looker | None) -> None:
         """From now on ``looker`` is shown what training computes, until another one is, or None."""
@@ -249,6 +268,7 @@ class Divided(Placed):
         def forward(*arguments: Any, **keywords: Any) -> Any:
             execution = Execution(self._forwards, self.ranks.line, self._of, [_Once((arguments, keywords))])
             execution.run()
+            self._let_go()
             return execution.output
 
         return forward
@@ -279,8 +299,8 @@ class Divided(Placed):
         regions = find_regions(cut, stages.traced) if self._plan.sequence else NONE
         if regions.why and not self._programs:  # of what is trained on first; a shorter batch may have none
             self.notes = (*self.notes, f"sequence=true is inactive: {regions.why}")
-        repeating, norm = self._repeating, self._norm
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, repeating, norm, regions)
+        how = self._repeating, self._norm, regions, self._lender
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, *how)
 
     def _repeated(self, program: Program) -> Program | None:
         """The program, as it is computed again, and a note in how many pieces; None where that would save nothing."""
@@ -303,7 +323,7 @@ class Divided(Placed):
     @property
     def communicates(self) -> bool:
         """See :class:`Applied`."""
-        return self.ranks.tensor.size > 1 or self._norm.active
+        return self.ranks.tensor.size > 1 or self._norm.active or self._lender is not None
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
@@ -321,7 +341,7 @@ class Divided(Placed):
         """See :class:`Applied`."""
         super().teardown()
         self._programs = {}
-        del self._whole, self._flats
+        del self._whole, self._flats, self._lender
 
 
 class _Once:
