@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
-from stretto.comm.group import SHARED_MEMORY
-from stretto.comm.shm_memory import Unavailable
+from stretto.comm.members import Members
 from stretto.data import mapped
 from stretto.errors import Refused
 from stretto.graph.cut import Cut, follow_cut
@@ -33,8 +33,7 @@ from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
-from stretto.parallel.flats import Flats, without_one_copy
-from stretto.parallel.gathered import Lender, lent_place
+from stretto.parallel.gathered import lent_place, memory_for
 from stretto.parallel.inside import buffer_parts_of, cut_inside, give_parts, parts_of, uncut
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import Seconds, costs_of
@@ -66,6 +65,7 @@ class Divided(Placed):
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
+        self._alone = ranks.world.alone()
         self._looker: Looker | None = None
         if types and (norms := batch_norms(self._whole)):
             raise Refused(
@@ -177,7 +177,7 @@ class Divided(Placed):
         world, stage, line = self.ranks.world, self.ranks.stage, self.ranks.line
         shared = {holders: self.ranks.holders(holders) for holders in sorted(set(self._holders.values()))
                   if len(holders) > 1}  # fmt: skip
-        sparse, alone = sparse_parameters(self.module), world.alone()
+        sparse = sparse_parameters(self.module)
         kinds = {}
         for name, holders in self._holders.items():
             adds, alike = shared.get(holders, (world, stage))
@@ -190,20 +190,28 @@ class Divided(Placed):
         found = {}
         for name, parameter in self.module.named_parameters():
             if name in shares:
-                alike = alone if self._parts[name].cut else self.ranks.tensor
-                spec, part = template.specs[name], self._parts[name]
-                found[name] = dealt_place(spec, part, parameter, shares[name], world, alike)
-                if self._lender is not None:
-                    found[name] = lent_place(found[name], shares[name][world.rank].shape)
+                found[name] = self._dealt_place(template.specs[name], parameter, shares[name])
                 continue
             (adds, alike), spec = kinds[name], template.specs[name]
             held, local = Holders(adds, alike, owners.get(name) == alike.rank), trained(spec, parameter)
             found[name] = Place(spec, self._parts[name], local, parameter, held, sparse=name in sparse)
         return found
 
+    def _dealt_place(self, spec: TensorSpec, parameter: nn.Parameter, shares: Shares) -> Place:
+        part, ranks, dealers = self._parts[spec.name], self.ranks, self._dealers
+        copies = ranks.replicas if ranks.hybrid else None
+        alike = (copies or self._alone) if part.cut else ranks.copies.alike if ranks.hybrid else ranks.tensor
+        place = dealt_place(spec, part, parameter, shares, dealers, alike, copies)
+        return place if self._lender is None else lent_place(place, shares[dealers.rank].shape)
+
+    @property
+    def _dealers(self) -> Members:
+        """Those who have the shares of one copy of the weights."""
+        return self.ranks.shards if self.ranks.hybrid else self.ranks.world
+
     def _deal(self, template: Template, sparse: set[str]) -> dict[str, Shares]:
         """From zero=1 on each rank updates a share of what only its own stages use."""
-        world, zero, line = self.ranks.world, self._plan.zero, self.ranks.line
+        zero, line = self._plan.zero, self.ranks.line
         shares: dict[str, Shares] = {}
         own = [name for name, holders in self._holders.items() if holders == (line.rank,)]
         specs = {name: replace(template.specs[name], shape=self._parts[name].shape) for name in own}
@@ -213,25 +221,12 @@ class Divided(Placed):
             # another, it could be dealt otherwise there, and the same share is what counts once in the norm.
             for cut in (True, False):
                 some = [specs[name] for name in dense if self._parts[name].cut is cut]
-                shares |= deal(some, world.size, self._whole_tensors)
-        self._flats, self._lender = self._memory([specs[name] for name in shares], shares)
+                shares |= deal(some, self._dealers.size, self._whole_tensors)
+        parameters, some = dict(self.module.named_parameters()), [specs[name] for name in shares]
+        memory = memory_for(parameters, some, shares, self._dealers, self.ranks.everyone, one_copy=zero == 3)
+        self._flats, self._lender, notes = memory
+        self.notes = (*self.notes, *notes)
         return shares
-
-    def _memory(self, specs: Sequence[TensorSpec], shares: Mapping[str, Shares]) -> tuple[Flats, Lender | None]:
-        """Where what is dealt lies: in memory of each rank's own, once for all, or in shares that are gathered."""
-        world, everyone, why = self.ranks.world, self.ranks.everyone, ""
-        parameters = dict(self.module.named_parameters())
-        if self._plan.zero < 3 or world.size == 1:
-            return Flats(parameters, specs, shares, world, one_copy=False), None
-        try:
-            flats = Flats(parameters, specs, shares, world, one_copy=True)
-        except Unavailable as error:
-            why = str(error)
-        if not (why := next(filter(None, everyone.gather_json(why)), "")):  # others of its ranks may have memory
-            return flats, None
-        if everyone.transport == SHARED_MEMORY:
-            self.notes = (*self.notes, without_one_copy(why, "piece after piece of the traced graph"))
-        return Flats({}, (), {}, world, one_copy=False), Lender(world, specs)
 
     def export_state(self) -> Iterator[Slice]:
         """See :class:`Applied`; a buffer that a stage changes is only known there."""

@@ -22,11 +22,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from stretto.comm.group import SHARED_MEMORY, Group
 from stretto.comm.members import Members
+from stretto.comm.shm_memory import Unavailable
 from stretto.parallel._base import Place
 from stretto.parallel.copies import lay_flat
-from stretto.parallel.flats import GATHER_BYTES
-from stretto.state import TensorSpec, pack
+from stretto.parallel.flats import GATHER_BYTES, Flats, without_one_copy
+from stretto.state import Shares, TensorSpec, pack
 
 LEAST_BYTES: Final = 2**20
 """Parameters of a piece: fewer aren't worth messages of their own."""
@@ -41,6 +43,34 @@ def lent_place(place: Place, share: Sequence[int]) -> Place:
     dtype: torch.dtype = getattr(torch, place.spec.dtype)
     own = nn.Parameter(torch.empty(tuple(share), dtype=dtype, device=place.compute.device), place.compute.requires_grad)
     return replace(place, local=own, lent=True)
+
+
+def memory_for(
+    parameters: Mapping[str, nn.Parameter],
+    specs: Sequence[TensorSpec],
+    shares: Mapping[str, Shares],
+    dealers: Members,
+    everyone: Group,
+    one_copy: bool,
+) -> tuple[Flats, Lender | None, tuple[str, ...]]:
+    """Where dealt parameters lie, and what there is to say about it. Every rank must call it.
+
+    Args:
+        one_copy: once for all dealers, in memory that they share; where they can't, in shares that a lender gathers.
+    """
+    if not one_copy or dealers.size == 1:
+        return Flats(parameters, specs, shares, dealers, one_copy=False), None, ()
+    flats, why = None, ""
+    try:
+        flats = Flats(parameters, specs, shares, dealers, one_copy=True)
+    except Unavailable as error:
+        why = str(error)
+    why = next(filter(None, everyone.gather_json(why)), "")  # other dealers than these may have got none
+    if flats is not None and not why:
+        return flats, None, ()
+    said = without_one_copy(why, "piece after piece of the traced graph")
+    notes = (said,) if everyone.transport == SHARED_MEMORY else ()
+    return Flats({}, (), {}, dealers, one_copy=False), Lender(dealers, specs), notes
 
 
 @dataclass(frozen=True)
