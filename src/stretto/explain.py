@@ -15,7 +15,7 @@ from stretto.features import Feature, features_of
 from stretto.graph.cut import Cut, report
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
-from stretto.graph.trace import Surround, Traced, trace
+from stretto.graph.trace import Surround, Traced
 from stretto.observe import free_bytes
 from stretto.parallel import Example, Template
 from stretto.parallel.apply import check
@@ -134,16 +134,13 @@ def explain(task: Task, plan: Plan) -> Explained:
 
 def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:
     """As a run would have it."""
-    module = template.structure.train()
-    if plan.tp == 1:
-        return trace(module, *example.call, surround=surround), ""
 
     def differs(traced: Traced) -> str:
         device = torch.device("cpu")
         with surround():
             return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
 
-    return trace_step(module, example, plan.line, differs, surround)
+    return trace_step(template.structure.train(), example, plan, differs, surround)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:

@@ -81,3 +81,14 @@ def test_towers_are_told_with_their_ranks_and_what_makes_them_wait() -> None:
     assert "both draw random numbers, so forward of the second waits for the first" in told.stdout
     chain = explain("tests/tasks/skips.py", "--plan", "branch=2")
     assert chain.returncode and "finds no towers for 2 ranks: everything depends on what comes" in chain.stderr
+
+
+def test_a_model_that_its_graph_does_not_compute_is_refused_as_a_run_would(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    text = (ROOT / "tests" / "tasks" / "skips.py").read_text(encoding="utf-8")
+    end = "        return found\n"
+    assert end in text
+    hook = "        if found.requires_grad:\n            found.register_hook(lambda gradient: 2 * gradient)\n"
+    task.write_text(text.replace(end, f"{hook}{end}"), encoding="utf-8")
+    told = explain(str(task), "--plan", "pp=2")
+    assert told.returncode and "the gradient of enter.weight differs" in told.stderr, told.stderr

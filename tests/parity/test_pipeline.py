@@ -21,7 +21,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("name", "plans"), CASES)
-def test_a_model_in_stages_has_the_numbers_of_one_device(
+def test_a_model_in_stages_has_the_numbers_of_one_device_pp02_pp10(
     launcher: LocalLauncher, figures: Figures, name: str, plans: tuple[str, ...]
 ) -> None:
     kind = kinds(name)[0]
@@ -45,7 +45,9 @@ def test_microbatches_without_a_sample_count_for_nothing(
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
     ],
 )
-def test_what_pp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher, name: str, plan: str, says: str) -> None:
+def test_what_pp_can_t_do_is_refused_with_the_reason_pp10(
+    launcher: LocalLauncher, name: str, plan: str, says: str
+) -> None:
     plan, _, precision = plan.partition(",precision=")
     (report,) = prove(launcher, name, (plan,), {"precision": precision or "fp64"}).plans
     assert report.status == "refused" and says in str(report.reason), report

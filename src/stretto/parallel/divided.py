@@ -117,17 +117,10 @@ class Divided(Placed):
             self.notes = (*self.notes, *([note] if note else []))
             return str(why)
 
-        module, self._scored, self._unscored = self._whole.train(), None, ""
-        if self.ranks.tensor.size > 1:
-            traced, self._unscored = trace_step(module, example, self._plan.line, differs, manner.surround)
-            if traced.scored:
-                self._scored = example.scoring
-                return traced
+        traced, self._unscored = trace_step(self._whole.train(), example, self._plan, differs, manner.surround)
+        self._scored = example.scoring if traced.scored else None
+        if self._unscored:
             self.notes = (*self.notes, f"tp leaves what gives the model's output whole on each rank: {self._unscored}")
-        else:
-            traced = trace(module, *example.call, surround=manner.surround)
-        if why := differs(traced):
-            raise Refused(f"plan {self._plan}: {why}")
         return traced
 
     def _open_line(self) -> None:
