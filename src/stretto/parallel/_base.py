@@ -164,12 +164,14 @@ class Holders:
         owner: this rank answers for the part in checkpoints and digests.
         copies: those that hold the part in other copies of the weights, where ``adds`` have one copy: the sums of all
             copies are to be added up too.
+        lent: all but what this rank updates is only here while the layout has gathered it.
     """
 
     adds: Members
     alike: Members
     owner: bool
     copies: Members | None = None
+    lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,6 @@ class Place:
         shares: of ``compute``, which part each rank of those whose gradients add up updates, where each needs the sum
             of its own part alone; None where every rank updates all that it holds.
         sparse: its gradients are sparse.
-        lent: ``compute`` has memory only while the layout has gathered it, from what ``local`` is everywhere.
     """
 
     spec: TensorSpec
@@ -199,12 +200,11 @@ class Place:
     summed: bool = False
     shares: Shares | None = None
     sparse: bool = False
-    lent: bool = False
 
     @property
     def copied(self) -> torch.Tensor | None:
         """What of ``compute`` :meth:`Applied.refresh` fills from ``local``; None where ``local`` is that memory, or
-        ``compute`` is gathered from it."""
+        the layout gathers ``compute`` from it."""
         if self.lent:
             return None
         here = self.compute.detach()
@@ -229,6 +229,11 @@ class Place:
     def alike(self) -> Members:
         """Those that hold the same part."""
         return self.holders.alike
+
+    @property
+    def lent(self) -> bool:
+        """Whether ``compute`` has memory only while the layout has gathered it."""
+        return self.holders.lent
 
     @property
     def copies(self) -> Members | None:

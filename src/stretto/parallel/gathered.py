@@ -42,7 +42,7 @@ def lent_place(place: Place, share: Sequence[int]) -> Place:
     """A dealt parameter of which only the share of ``place`` stays."""
     dtype: torch.dtype = getattr(torch, place.spec.dtype)
     own = nn.Parameter(torch.empty(tuple(share), dtype=dtype, device=place.compute.device), place.compute.requires_grad)
-    return replace(place, local=own, lent=True)
+    return replace(place, local=own, holders=replace(place.holders, lent=True))
 
 
 def memory_for(
