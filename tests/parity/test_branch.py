@@ -60,7 +60,6 @@ def test_towers_that_both_draw_are_told_to_wait_for_one_another(launcher: LocalL
         ("towers", "branch=3", {}, "no more than 2 lie side by side (person 50%, thing 32% of the time); use branch=2"),
         ("branches", "branch=2", {"kind": "turns", "rate": "0.3"}, "one and other draw random numbers by turns, so"),
         ("towers", "branch=2,pp=2", {}, "would cut each tower into stages, which is not built yet"),
-        ("towers", "dp_replicate=2,dp_shard=2,branch=2", {}, "don't go with tp, pp or branch"),
     ],
 )
 def test_what_branch_can_t_do_is_refused_with_the_reason(

@@ -43,19 +43,21 @@ def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, world: Mem
 
 
 def dealt_place(
-    spec: TensorSpec, part: Part, compute: nn.Parameter, shares: Shares, world: Members, alike: Members
-) -> Place:
-    """A parameter of which each rank of ``world`` updates a share of the part that lies here, as it was dealt.
+    spec: TensorSpec, part: Part, compute: nn.Parameter, shares: Shares, adds: Members, alike: Members,
+    copies: Members | None = None,
+) -> Place:  # fmt: skip
+    """A parameter of which each rank of ``adds`` updates a share of the part that lies here, as it was dealt.
 
     Args:
         shares: within the part.
         alike: those that have the same share.
+        copies: those of them that add to its gradient.
     """
-    rank = world.rank
+    rank = adds.rank
     holders = [holder for holder, box in enumerate(shares) if box.numel] or [0]
     share, whole = shares[rank], Box.whole(tuple(compute.shape))
     mine = nn.Parameter(compute.detach()[share.within(whole)], compute.requires_grad)
-    held = Holders(world, alike, rank in holders and alike.rank == 0)
+    held = Holders(adds, alike, rank in holders and alike.rank == 0, copies)
     own = part.rows(share.starts[0], share.stops[0])
     return Place(spec, own, trained(spec, mine), compute, held, shares=shares)
 

@@ -157,8 +157,10 @@ class _ConvolutionFunction(torch.autograd.Function):
         none = [0] * len(ctx.how[0])
 
         def parts(*wanted: bool) -> tuple[Any, ...]:
+            # The weight's own gradient doesn't need the weight, which may not be there any more (zero=3).
+            like = weight if wanted[0] else torch.empty_like(weight)
             found: tuple[Any, ...] = torch.ops.aten.convolution_backward(
-                gradient, x, weight, sizes, *ctx.how, False, none, ctx.groups, list(wanted)
+                gradient, x, like, sizes, *ctx.how, False, none, ctx.groups, list(wanted)
             )
             return found
 

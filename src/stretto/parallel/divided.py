@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
-from stretto.comm.shm_memory import Unavailable
+from stretto.comm.members import Members
 from stretto.data import mapped
 from stretto.errors import Refused
 from stretto.graph.cut import Cut, follow_cut
@@ -32,7 +33,7 @@ from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
-from stretto.parallel.flats import Flats
+from stretto.parallel.gathered import lent_place, memory_for
 from stretto.parallel.inside import buffer_parts_of, cut_inside, give_parts, parts_of, uncut
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import Seconds, costs_of
@@ -44,7 +45,7 @@ from stretto.parallel.stretches import Repeating
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
-from stretto.state import Shares, Slice, assign_owners, deal
+from stretto.state import Shares, Slice, TensorSpec, assign_owners, deal
 
 _NOTHING: Final = torch.empty(0)
 
@@ -64,6 +65,7 @@ class Divided(Placed):
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
+        self._alone = ranks.world.alone()
         self._looker: Looker | None = None
         if types and (norms := batch_norms(self._whole)):
             raise Refused(
@@ -93,6 +95,8 @@ class Divided(Placed):
         self.schedule = self._order if plan.line > 1 else None
         self._repeating = _repeating(self._order, manner, self._offloaded.activations)
         program = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
+        if self._lender is not None:
+            self._lender.lay(self._places, (names for one in program.portions.values() for names in one.parameters))
         self._programs[_key(True, manner.example.given(traced.scored))] = program
         self._forwards = _forward_only(self._flow)
         self._open_line()
@@ -166,7 +170,7 @@ class Divided(Placed):
         world, stage, line = self.ranks.world, self.ranks.stage, self.ranks.line
         shared = {holders: self.ranks.holders(holders) for holders in sorted(set(self._holders.values()))
                   if len(holders) > 1}  # fmt: skip
-        sparse, alone = sparse_parameters(self.module), world.alone()
+        sparse = sparse_parameters(self.module)
         kinds = {}
         for name, holders in self._holders.items():
             adds, alike = shared.get(holders, (world, stage))
@@ -179,18 +183,28 @@ class Divided(Placed):
         found = {}
         for name, parameter in self.module.named_parameters():
             if name in shares:
-                alike = alone if self._parts[name].cut else self.ranks.tensor
-                spec, part = template.specs[name], self._parts[name]
-                found[name] = dealt_place(spec, part, parameter, shares[name], world, alike)
+                found[name] = self._dealt_place(template.specs[name], parameter, shares[name])
                 continue
             (adds, alike), spec = kinds[name], template.specs[name]
             held, local = Holders(adds, alike, owners.get(name) == alike.rank), trained(spec, parameter)
             found[name] = Place(spec, self._parts[name], local, parameter, held, sparse=name in sparse)
         return found
 
+    def _dealt_place(self, spec: TensorSpec, parameter: nn.Parameter, shares: Shares) -> Place:
+        part, ranks, dealers = self._parts[spec.name], self.ranks, self._dealers
+        copies = ranks.replicas if ranks.hybrid else None
+        alike = (copies or self._alone) if part.cut else ranks.copies.alike if ranks.hybrid else ranks.tensor
+        place = dealt_place(spec, part, parameter, shares, dealers, alike, copies)
+        return place if self._lender is None else lent_place(place, shares[dealers.rank].shape)
+
+    @property
+    def _dealers(self) -> Members:
+        """Those who have the shares of one copy of the weights."""
+        return self.ranks.shards if self.ranks.hybrid else self.ranks.world
+
     def _deal(self, template: Template, sparse: set[str]) -> dict[str, Shares]:
         """From zero=1 on each rank updates a share of what only its own stages use."""
-        world, zero, line = self.ranks.world, self._plan.zero, self.ranks.line
+        zero, line = self._plan.zero, self.ranks.line
         shares: dict[str, Shares] = {}
         own = [name for name, holders in self._holders.items() if holders == (line.rank,)]
         specs = {name: replace(template.specs[name], shape=self._parts[name].shape) for name in own}
@@ -200,17 +214,11 @@ class Divided(Placed):
             # another, it could be dealt otherwise there, and the same share is what counts once in the norm.
             for cut in (True, False):
                 some = [specs[name] for name in dense if self._parts[name].cut is cut]
-                shares |= deal(some, world.size, self._whole_tensors)
-        try:
-            one_copy = zero == 3 and world.size > 1
-            self._flats = Flats(
-                dict(self.module.named_parameters()), [specs[name] for name in shares], shares, world, one_copy
-            )
-        except Unavailable as error:
-            raise Refused(
-                f"plan {self._plan}: zero=3 beside tp, pp or branch keeps one copy of the weights in memory that its "
-                f"ranks share, and here that can't be: {error}; use zero=2"
-            ) from error
+                shares |= deal(some, self._dealers.size, self._whole_tensors)
+        parameters, some = dict(self.module.named_parameters()), [specs[name] for name in shares]
+        memory = memory_for(parameters, some, shares, self._dealers, self.ranks.everyone, one_copy=zero == 3)
+        self._flats, self._lender, notes = memory
+        self.notes = (*self.notes, *notes)
         return shares
 
     def export_state(self) -> Iterator[Slice]:
@@ -230,6 +238,12 @@ class Divided(Placed):
         line, saving, looker = self.ranks.line, self._offloaded.saving, self._looker
         with self._norm.counting(not microbatches[0].ghost):  # with a BatchNorm there is one
             Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The last parameters that were gathered."""
+        if self._lender is not None:
+            self._lender.take(())
 
     def watch(self, looker: Looker | None) -> None:
         """From now on ``looker`` is shown what training computes, until another one is, or None."""
@@ -242,6 +256,7 @@ class Divided(Placed):
         def forward(*arguments: Any, **keywords: Any) -> Any:
             execution = Execution(self._forwards, self.ranks.line, self._of, [_Once((arguments, keywords))])
             execution.run()
+            self._let_go()
             return execution.output
 
         return forward
@@ -272,8 +287,8 @@ class Divided(Placed):
         regions = find_regions(cut, stages.traced) if self._plan.sequence else NONE
         if regions.why and not self._programs:  # of what is trained on first; a shorter batch may have none
             self.notes = (*self.notes, f"sequence=true is inactive: {regions.why}")
-        repeating, norm = self._repeating, self._norm
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, repeating, norm, regions)
+        how = self._repeating, self._norm, regions, self._lender
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, *how)
 
     def _repeated(self, program: Program) -> Program | None:
         """The program, as it is computed again, and a note in how many pieces; None where that would save nothing."""
@@ -296,7 +311,7 @@ class Divided(Placed):
     @property
     def communicates(self) -> bool:
         """See :class:`Applied`."""
-        return self.ranks.tensor.size > 1 or self._norm.active
+        return self.ranks.tensor.size > 1 or self._norm.active or self._lender is not None
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
@@ -314,7 +329,7 @@ class Divided(Placed):
         """See :class:`Applied`."""
         super().teardown()
         self._programs = {}
-        del self._whole, self._flats
+        del self._whole, self._flats, self._lender
 
 
 class _Once:
