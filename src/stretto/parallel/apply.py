@@ -16,7 +16,7 @@ from stretto.parallel.batchnorm import batch_norms
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 
-LINE: Final = ("pp", "branch")  # the axes over which the model's stages lie; one of them has a degree
+LINE: Final = ("branch", "pp")  # the axes over which the model's stages lie
 
 
 def _whole(template: Template, ranks: Ranks, manner: Manner) -> Applied:
