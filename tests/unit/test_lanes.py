@@ -101,6 +101,13 @@ def test_a_step_of_towers_in_stages_has_the_bubble_of_their_length_not_of_all_ra
     assert seconds == {"towers": 3.0 * (8 + 1), "stages": 3.0 * (8 + 3)}
 
 
+def test_chunks_are_dealt_to_a_tower_s_ranks_in_turn() -> None:
+    found = cut(fork(0, 8, 8, 1), 2, chunks=2)
+    of = [found.ranks[stage] for stage in found.stages]
+    assert [one % 2 for one in of[:8]] == [one % 2 for one in of[8:16]] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert {one // 2 for one in of[:8]} != {one // 2 for one in of[8:16]}
+
+
 @pytest.mark.parametrize(
     ("pp", "chunks", "says"),
     [
