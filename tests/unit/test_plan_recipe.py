@@ -79,6 +79,7 @@ def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
         ("branch=2,pp=2,schedule=interleaved", 2, "dp=1,pp=2,schedule=interleaved,chunks=2"),
         ("branch=3,pp=2,schedule=interleaved", 3, "dp=1,branch=3"),
         ("branch=3,pp=2,schedule=gpipe", 4, "dp=2,pp=2,schedule=gpipe"),
+        ("branch=2,pp=4", 4, "dp=1,pp=4"),
         ("branch=2,pp=4,tp=2", 8, "dp=1,pp=4,branch=2"),
         ("branch=2,pp=2,schedule=gpipe,microbatches=2", 3, "dp=3,microbatches=2"),
     ],

@@ -19,7 +19,6 @@ from stretto.graph.assignment import Assignment
 from stretto.graph.balance import BYTES_PER_SECOND, balanced
 from stretto.graph.stages import Work, module_of
 
-ROOM: Final = (1.0, 1.1, 1.2)  # of a rank, over its even share: what can't be parted may not fit into that
 ROUNDED: Final = 1 + 1e-9
 LEAST_GAIN: Final = 0.05  # of the longest rank's time, so that what is common is worth more pieces
 
@@ -128,11 +127,9 @@ class _Spread:
         rank, or in as few pieces as make up for their messages."""
         self._check()
         head = [(self._last, self._shape.stretches - 1)] * len(self._head)
-        tries = [[*[(lane, 0)] * len(self._stem), *head] for lane in range(self._shape.branch if self._stem else 1)]
-        if self._stem or self._head:
-            tries += [self._dealt(depth, more) for depth in range(1, self._shape.pp + 1) for more in ROOM]
-        least, found = self._cut(tries[0])
-        for spots in dict.fromkeys(map(tuple, tries[1:])):
+        least, found = self._cut([*[(0, 0)] * len(self._stem), *head])
+        tries = [self._dealt(depth) for depth in range(1, self._shape.pp + 1)] if self._stem or self._head else []
+        for spots in dict.fromkeys(map(tuple, tries)):
             longest, ranks = self._cut(spots)
             if longest < (1 - LEAST_GAIN) * least:
                 least, found = longest, ranks
@@ -187,14 +184,14 @@ class _Spread:
             found += [crossing[end] / BYTES_PER_SECOND if end < len(crossing) else 0.0 for end in ends]
         return found
 
-    def _dealt(self, depth: int, more: float) -> list[Spot]:
+    def _dealt(self, depth: int) -> list[Spot]:
         """What is common in pieces, where the lanes have room: what comes before them on the first ``depth`` ranks of
         each, what comes after on the last, so that it goes on as the lanes do. The model's last unit is where its
-        output comes out. A rank has room for ``more`` times its even share."""
+        output comes out."""
         shape, head = self._shape, list(reversed(self._head))
         towers = [sum(map(self._seconds, spans)) for spans in self._lanes]
         common = sum(map(self._seconds, (*self._stem, *self._head)))
-        longest = more * max((sum(towers) + common) / (shape.branch * shape.pp), max(towers) / shape.pp)
+        longest = max((sum(towers) + common) / (shape.branch * shape.pp), max(towers) / shape.pp)
         left = [shape.pp * longest - own for own in towers]
         first = [(lane, at) for at in range(depth) for lane in range(shape.branch)]
         last = [(shape.branch - 1 - lane, shape.stretches - 1 - at) for lane, at in first]
