@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,9 +16,10 @@ from stretto.graph.cut import Cut, report
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
 from stretto.graph.trace import Surround, Traced
+from stretto.mesh import Mesh
 from stretto.observe import free_bytes
 from stretto.parallel import Example, Template
-from stretto.parallel.apply import check
+from stretto.parallel.apply import LINE, check
 from stretto.parallel.faithful import unlike
 from stretto.parallel.inside import cut_inside
 from stretto.parallel.measure import Seconds, costs_of
@@ -28,6 +29,8 @@ from stretto.plan import Plan
 from stretto.precision import computing
 from stretto.schedule import Costs, Timeline, build_schedule, simulate
 from stretto.task import Task
+
+_NO_LINE: Final = Mesh(())
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class StageRow:
     """One stage of the model.
 
     Args:
-        rank: its place on ``pp`` or ``branch``.
+        rank: its place on the line of ``branch`` and ``pp``.
         first: the module where it begins; ``last``: where it ends.
         elements: of the parameters that a rank of it holds.
         forward_seconds: of one microbatch, measured here; likewise ``backward_seconds``.
@@ -76,7 +79,12 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Explained:
-    """What there is to say of a plan; ``timeline``: a step of its stages by arithmetic, where it has several."""
+    """What there is to say of a plan.
+
+    Args:
+        timeline: a step of its stages by arithmetic, where it has several.
+        line: the axes over which they lie.
+    """
 
     plan: str
     features: tuple[Feature, ...]
@@ -84,6 +92,11 @@ class Explained:
     stages: tuple[StageRow, ...] = ()
     timeline: Timeline | None = None
     notes: tuple[str, ...] = ()
+    line: Mesh = _NO_LINE
+
+    def place(self, row: StageRow) -> str:
+        """Where a stage is, as ``branch=1,pp=0``."""
+        return self.line.describe(row.rank).replace(" ", "")
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -91,7 +104,7 @@ class Explained:
             "plan": self.plan,
             "features": [asdict(feature) for feature in self.features],
             "parameters": [asdict(row) for row in self.parameters],
-            "stages": [asdict(row) for row in self.stages],
+            "stages": [{**asdict(row), "place": self.place(row)} for row in self.stages],
             "notes": list(self.notes),
         }
         if self.timeline is not None:
@@ -129,7 +142,8 @@ def explain(task: Task, plan: Plan) -> Explained:
     seconds = tuple(row.forward_seconds for row in described), tuple(row.backward_seconds for row in described)
     costs = Costs(*seconds, (0.5,) * len(described))
     step = simulate(build_schedule(plan.schedule, staged.flow, plan.microbatches), costs)
-    return Explained(str(plan), features, tuple(rows), tuple(described), step, (*cut.notes, *staged.notes))
+    line = Mesh(tuple((axis, degree) for axis, degree in plan.mesh.axes if axis in LINE))
+    return Explained(str(plan), features, tuple(rows), tuple(described), step, (*cut.notes, *staged.notes), line)
 
 
 def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:

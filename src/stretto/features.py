@@ -39,10 +39,13 @@ def features_of(plan: Plan, no_sequence: str = "", lengths: Sequence[int] = ()) 
         said += f"features, of {' and of '.join(map(str, lengths))}"
         found.append(Feature("sequence=true", not no_sequence, no_sequence or said))
     if plan.pp > 1:
-        said = f"stages on {plan.pp} ranks, as balanced as they could be measured"
+        whose = "each tower's stages" if plan.branch > 1 else "stages"
+        said = f"{whose} on {plan.pp} ranks, as balanced as they could be measured"
         found.append(Feature(f"pp={plan.pp}", True, said))
     if plan.branch > 1:
-        said = f"towers that don't depend on each other, on {plan.branch} ranks; they meet on the last"
+        ranks = f"{plan.branch} ranks; they meet on the last"
+        ranks = ranks if plan.pp == 1 else f"{plan.branch} times {plan.pp} ranks"
+        said = f"towers that don't depend on each other, on {ranks}"
         found.append(Feature(f"branch={plan.branch}", True, said))
     if plan.line > 1:
         found.append(_schedule(plan))

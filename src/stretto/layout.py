@@ -22,9 +22,9 @@ class Layout:
             weight that is cut, or ``"column"`` for 0 (of a linear layer its outputs), ``"row"`` for 1 (its inputs), or
             ``"whole"``. Parameters without that dimension, such as biases, follow the rest. What no pattern names is
             found from the graph.
-        cuts: for ``pp``, the modules with which the stages after the first begin, in order.
-        towers: for ``branch``, of each rank the patterns of the modules that run there; what is named by none runs on
-            the last rank, before or after them.
+        cuts: for ``pp`` without ``branch``, the modules with which the stages after the first begin, in order.
+        towers: for ``branch``, of each rank the patterns of the modules that run there (beside ``pp``, of each tower's
+            ranks); what is named by none runs on the last rank, before or after them (beside ``pp``, on several).
     """
 
     tensor: Mapping[str, int | str] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class Plan:
         pp: ranks that have the model's layers between them in stages, one after another, and share each sample
             (pipeline parallelism, arXiv 1811.06965).
         branch: ranks that have between them the model's towers, parts that don't depend on each other, and share each
-            sample.
+            sample; beside ``pp`` each tower has that many, with its stages on them.
         schedule: in which order the ranks of ``pp`` or ``branch`` run their microbatches forward and backward; empty:
             ``1f1b``.
         chunks: stages on each rank of ``pp``; 0: as many as the schedule wants.
@@ -97,11 +97,6 @@ class Plan:
 
     def _check_stages(self) -> None:
         """Fills in what ``pp`` and ``branch`` leave open."""
-        if self.pp > 1 and self.branch > 1:
-            raise Refused(
-                f"plan: pp={self.pp} with branch={self.branch} would cut each tower into stages, which is not built "
-                f"yet; use branch={self.branch} alone, or pp={self.pp * self.branch}"
-            )
         if self.line == 1:
             for key in ("schedule", "chunks"):
                 if getattr(self, key):
@@ -116,9 +111,9 @@ class Plan:
             raise PlanError(
                 f"plan: schedule must be one of {known}; got {self.schedule!r}{near}"
             )
-        if self.branch > 1:
+        if self.pp == 1:
             if self.chunks:
-                said = "plan: chunks are stages on each rank of pp; branch has towers in their place"
+                said = "plan: chunks are stages on each rank of pp; branch alone has towers in their place"
                 raise PlanError(f"{said}; leave it out")
             return
         object.__setattr__(self, "chunks", self.chunks or (2 if self.schedule == "interleaved" else 1))
@@ -187,14 +182,22 @@ class Plan:
 
     def on(self, workers: int) -> Plan:
         """The same way of training on another number of workers; copies of the weights stay cut alike if they can."""
-        pp, branch = (self.pp, self.branch) if workers % self.line == 0 else (1, 1)
+        pp, branch = self._line_on(workers)
         tp = self.tp if workers // (pp * branch) % self.tp == 0 else 1
         dp = workers // (tp * pp * branch)
         hybrid = 1 < self.dp_shard < self.dp
         keeps = hybrid and dp % self.dp_shard == 0
         shard, sequence = self.dp_shard if keeps else 0, self.sequence and tp > 1
         fewer = dataclasses.replace(self, dp=dp, tp=tp, sequence=sequence, dp_shard=shard)
-        return fewer if pp * branch > 1 else dataclasses.replace(fewer, pp=1, branch=1, schedule="", chunks=0)
+        if pp > 1:
+            return dataclasses.replace(fewer, pp=pp, branch=branch)
+        schedule = "" if branch == 1 or (self.pp > 1 and self.schedule == "interleaved") else self.schedule
+        return dataclasses.replace(fewer, pp=1, branch=branch, schedule=schedule, chunks=0)
+
+    def _line_on(self, workers: int) -> tuple[int, int]:
+        """``pp`` and ``branch`` where so many workers can keep them: both, or the larger, or the other."""
+        each = sorted([(self.pp, 1), (1, self.branch)], key=max, reverse=True)
+        return next((one for one in ((self.pp, self.branch), *each) if workers % (one[0] * one[1]) == 0), (1, 1))
 
     @property
     def line(self) -> int:
@@ -220,7 +223,7 @@ class Plan:
     def mesh(self) -> Mesh:
         """The device mesh, outermost axis first."""
         samples = (("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard))
-        return Mesh((("pp", self.pp), ("branch", self.branch), *samples, ("tp", self.tp)))
+        return Mesh((("branch", self.branch), ("pp", self.pp), *samples, ("tp", self.tp)))
 
     def __str__(self) -> str:
         hybrid = 1 < self.dp_shard < self.dp

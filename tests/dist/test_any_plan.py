@@ -31,6 +31,7 @@ PLANS = (
     *("pp=2,schedule=zero-bubble,microbatches=3", "dp=2,pp=2,zero=2", "dp=2,pp=2,zero=3,microbatches=2"),
     *("tp=2,pp=2,microbatches=2", "dp=2,tp=2,pp=2,zero=3", "dp=2,tp=2,pp=2,zero=1,schedule=interleaved"),
     *("branch=2", "dp=2,branch=2,zero=2", "tp=2,branch=2,microbatches=2"),
+    *("branch=2,pp=2,microbatches=3", "dp=2,branch=2,pp=2,zero=3"),
 )
 # Through all that cuts, and back to one device; from there, and between two ways of cutting layers.
 CI = (
@@ -39,6 +40,8 @@ CI = (
     (TOWERS, "tp=3,microbatches=2", "pp=3,microbatches=3"),
     (TOWERS, "branch=2", "dp=2"),
     (TOWERS, "dp=2,zero=3", "dp=2,branch=2,zero=2"),
+    (TOWERS, "branch=2,pp=2,microbatches=2", "dp=2"),
+    (TOWERS, "dp=2,branch=2,pp=2,zero=2", "dp=1"),
     (WORDS, "tp=3,microbatches=2", "dp=1"),  # a vocabulary of 13 in parts, and whole
     (CNN, "tp=2,pp=2", "dp=1"),  # with running statistics, in parts of a stage
 )

@@ -72,13 +72,20 @@ def test_a_picture_of_no_pipeline_is_one_line() -> None:
     assert told.stderr.startswith("stretto: --picture draws the schedule of a pipeline, and plan dp=2 has none")
 
 
-def test_towers_are_told_with_their_ranks_and_what_makes_them_wait() -> None:
+def test_towers_are_told_with_their_ranks_and_what_makes_them_wait(tmp_path: Path) -> None:
     told = explain("tests/tasks/branches.py", "--plan", "branch=2", "--set", "kind=siamese", "--set", "rate=0.3")
     assert told.returncode == 0, told.stderr
     assert "branch=2                active: towers that don't depend on each other, on 2 ranks" in told.stdout
     rows = [line.split()[:2] for line in told.stdout.splitlines() if "  branch=" in line and " ms " in line]
     assert sorted(rank for _, rank in rows[:2]) == ["branch=0", "branch=1"] and rows[-1] == ["2", "branch=1"]
     assert "both draw random numbers, so forward of the second waits for the first" in told.stdout
+    many = ("tests/tasks/towers.py", "--plan", "branch=2,pp=2,microbatches=4")
+    told = explain(*many, "--picture", str(tmp_path / "plan.svg"))
+    assert "pp=2                    active: each tower's stages on 2 ranks" in told.stdout, told.stderr
+    assert "branch=2                active: towers that don't depend on each other, on 2 times 2 ranks" in told.stdout
+    rows = [line.split()[1] for line in told.stdout.splitlines() if "  branch=" in line and " ms " in line]
+    assert set(rows) == {f"branch={branch},pp={pp}" for branch in (0, 1) for pp in (0, 1)}
+    assert rows[-1] == "branch=1,pp=1" and "rank 3</text>" in (tmp_path / "plan.svg").read_text()
     chain = explain("tests/tasks/skips.py", "--plan", "branch=2")
     assert chain.returncode and "finds no towers for 2 ranks: everything depends on what comes" in chain.stderr
 

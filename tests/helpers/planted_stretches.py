@@ -6,7 +6,7 @@ from planting import Planted
 
 EVEN = "stretto.testing.conditions:even_stages"
 PIECES = "stretto.testing.conditions:small_pieces"
-DIGITS = "examples/digits"
+DIGITS, BRANCHES = "examples/digits", "tests/tasks/branches.py"
 
 TOWERS = (
     Planted(
@@ -19,6 +19,62 @@ TOWERS = (
         rank=0,
         under=EVEN,
         says="only rank(s) 0 are off",
+    ),
+    Planted(
+        fault="tied_gradient_of_one_stage",
+        task=BRANCHES,
+        sets=(("kind", "siamese"),),
+        plan="branch=2,pp=2",
+        step=1,
+        what="gradient",
+        name="encoder.1.4.bias",
+        under=EVEN,
+        says="all ranks agree on a sum that is not one device's: a rank's share is missing or weighed wrongly",
+    ),
+    Planted(
+        fault="generator_not_handed_on",
+        task=BRANCHES,
+        sets=(("kind", "siamese"), ("rate", "0.3")),
+        plan="branch=2,pp=2",
+        step=1,
+        what="loss",
+        name="encoder.1.5",
+        under=EVEN,
+        says="the first that is off is what encoder.1.5 gives (dropout, microbatch 1",
+    ),
+    Planted(
+        fault="gradient_of_one_consumer",
+        task=BRANCHES,
+        plan="branch=2,pp=2",
+        step=1,
+        what="gradient",
+        name="stem.0.bias",
+        rank=0,
+        under=EVEN,
+        says="right down to branches.0.0.weight, and off from stem.0.bias on",
+        matrix=True,
+    ),
+    Planted(
+        fault="norm_counts_a_tied_table_on_each_stage",
+        task=BRANCHES,
+        sets=(("kind", "siamese"),),
+        plan="branch=2,pp=2",
+        step=1,
+        what="norm",
+        under=EVEN,
+        says="it counts some of them twice",
+        matrix=True,
+    ),
+    Planted(
+        fault="gradient_of_a_tower_twice",
+        task="tests/tasks/towers.py",
+        plan="branch=2,pp=2,microbatches=2",
+        step=1,
+        what="gradient",
+        rank=0,
+        under=EVEN,
+        says="only rank(s) 0 are off",
+        matrix=True,
     ),
 )
 

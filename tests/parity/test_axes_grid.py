@@ -36,6 +36,8 @@ PLANS = (
     *("tp=2,pp=2,microbatches=2", "tp=2,pp=2,schedule=zero-bubble,microbatches=3"),
     *("dp=2,tp=2,pp=2,zero=1,schedule=interleaved", "dp=2,tp=2,pp=2,zero=3,microbatches=2"),
     *("branch=2", "branch=2,schedule=zero-bubble,microbatches=3", "dp=2,branch=2,zero=2", "dp=2,tp=2,branch=2,zero=3"),
+    *("branch=2,pp=2,microbatches=3", "tp=2,branch=2,pp=2,schedule=zero-bubble,microbatches=2"),
+    *("dp=2,branch=2,pp=2,zero=2,recompute=full", "branch=2,pp=2,schedule=interleaved,microbatches=4"),
     *("tp=2,pp=2,microbatches=2,recompute=full", "dp=2,tp=2,pp=2,zero=1,microbatches=4,recompute=selective"),
 )
 EVEN = "stretto.testing.conditions:even_stages"  # so that what is found side by side doesn't hang on a clock
@@ -74,6 +76,7 @@ SAMPLE = (
     ("towers", 1, ("dp=2,tp=2,pp=2,zero=3,microbatches=2",)),
     ("multi, shared", 0, ("branch=2,schedule=zero-bubble,microbatches=3", "dp=2,branch=2,zero=2")),
     ("gpt, tied", 0, ("dp=2,tp=2,pp=2,zero=1,microbatches=4,recompute=selective",)),
+    ("llama, shared keys", 1, ("branch=2,pp=2,microbatches=3",)),
 )
 
 
@@ -100,7 +103,7 @@ def test_a_sample_of_the_axes_has_the_numbers_of_one_device(
 
 
 def test_the_grid_of_axes_is_as_wide_as_it_says() -> None:
-    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 39)
+    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 43)
     accepted = sum(plan not in refusals(kind, PLANS) for kind, _, _ in KINDS for plan in PLANS)
     assert accepted >= AT_LEAST
     assert {plan for _, _, plans in SAMPLE for plan in plans} <= set(PLANS)

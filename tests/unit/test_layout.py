@@ -124,6 +124,18 @@ def test_towers_run_where_they_are_named() -> None:
         assert found.stages[-1].rank == 1, "they meet at the last rank"
 
 
+def test_towers_that_are_named_are_cut_into_stages_too() -> None:
+    for named in ("person+thing", "thing+person"):
+        found = explained("branch=2,pp=2", towers=named)
+        for module in named.split("+"):
+            ranks = {row.rank for row in found.stages if row.first.startswith(module)}
+            assert {rank // 2 for rank in ranks} == {named.split("+").index(module)}, found.stages
+        assert {row.rank for row in found.stages} == {0, 1, 2, 3} and found.stages[-1].rank == 3
+    assert not found.notes
+    (note,) = explained("branch=2,pp=2", towers=named, cuts="person.2").notes
+    assert note.startswith("the cuts of layout() are for pp alone, and inactive")
+
+
 @pytest.mark.parametrize(
     ("plan", "sets", "says"),
     [
@@ -133,6 +145,7 @@ def test_towers_run_where_they_are_named() -> None:
         ("pp=3", {"cuts": "thing.0+person.2"}, "cuts at 'person.2' after 'thing.0', which runs no earlier"),
         ("branch=3", {"towers": "person+thing"}, "names 2 towers, and the plan has branch=3"),
         ("branch=2", {"towers": "person+thign"}, r"has \['thign'\] as a tower, and no operation is theirs"),
+        ("branch=2,pp=9", {"towers": "person+thing"}, "cuts each tower into 9 stages, and thing can be cut into"),
         ("branch=2", {"towers": "person.0+person.2"}, "has person.2 in the tower .* needs what comes of another"),
     ],
 )

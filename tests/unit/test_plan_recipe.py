@@ -55,7 +55,7 @@ def test_loaders_are_no_part_of_what_a_plan_computes() -> None:
         ("dp=5,dp_replicate=2,dp_shard=2", "dp_replicate=2 times dp_shard=2"),
         ("dp_shard=0", "at least 1"),
         ("schedule=1f1b", "this plan has none"),
-        ("branch=2,chunks=2", "branch has towers in their place"),
+        ("branch=2,chunks=2", "branch alone has towers in their place"),
         ("pp=2,schedule=2f2b", "did you mean '1f1b'"),
         ("pp=2,schedule=interleaved,chunks=1", "several stages to each rank"),
         ("dp=2,zero=3,dp_shard=1", "cuts nothing"),
@@ -86,6 +86,14 @@ def test_what_is_not_built_yet_is_refused_by_name(text: str) -> None:
         ("tp=2,sequence=true", 6, "dp=3,tp=2,sequence=true"),
         ("tp=2,sequence=true", 3, "dp=3"),
         ("pp=2,schedule=gpipe,microbatches=3", 3, "dp=3,microbatches=3"),
+        ("branch=2,schedule=gpipe", 4, "dp=2,branch=2,schedule=gpipe"),
+        ("dp=2,branch=2,pp=2,schedule=interleaved,chunks=3", 4, "dp=1,pp=2,branch=2,schedule=interleaved,chunks=3"),
+        ("branch=2,pp=2,schedule=interleaved", 2, "dp=1,pp=2,schedule=interleaved,chunks=2"),
+        ("branch=3,pp=2,schedule=interleaved", 3, "dp=1,branch=3"),
+        ("branch=3,pp=2,schedule=gpipe", 4, "dp=2,pp=2,schedule=gpipe"),
+        ("branch=2,pp=4", 4, "dp=1,pp=4"),
+        ("branch=2,pp=4,tp=2", 8, "dp=1,pp=4,branch=2"),
+        ("branch=2,pp=2,schedule=gpipe,microbatches=2", 3, "dp=3,microbatches=2"),
     ],
 )
 def test_a_plan_on_other_workers(plan: str, workers: int, becomes: str) -> None:
@@ -110,9 +118,9 @@ def test_a_mesh_places_ranks_row_major() -> None:
 
 
 def test_the_everyday_spelling_chooses_the_axis() -> None:
-    assert Plan(dp=4).mesh.axes == (("pp", 1), ("branch", 1), ("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
-    assert Plan(dp=4, zero=3).mesh.axes == (("pp", 1), ("branch", 1), ("dp_replicate", 1), ("dp_shard", 4), ("tp", 1))
-    assert Plan(dp=4, zero=1).mesh.axes == (("pp", 1), ("branch", 1), ("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
+    assert Plan(dp=4).mesh.axes == (("branch", 1), ("pp", 1), ("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
+    assert Plan(dp=4, zero=3).mesh.axes == (("branch", 1), ("pp", 1), ("dp_replicate", 1), ("dp_shard", 4), ("tp", 1))
+    assert Plan(dp=4, zero=1).mesh.axes == (("branch", 1), ("pp", 1), ("dp_replicate", 4), ("dp_shard", 1), ("tp", 1))
 
 
 @pytest.mark.parametrize("text", ["dp_replicate=2,dp_shard=2", "dp=4,dp_shard=2", "dp=4,dp_replicate=2"])
@@ -140,6 +148,16 @@ def test_hybrid_sharding_has_one_meaning_however_it_is_spelt(text: str) -> None:
 def test_a_recipe_names_the_field_that_is_wrong(fields: dict[str, object], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         Recipe(**{"batch": 4, "steps": 2, **fields})  # type: ignore[arg-type]
+
+
+def test_towers_in_stages_lie_tower_by_tower() -> None:
+    plan = Plan.parse("branch=2,pp=2,dp=2,microbatches=4")
+    assert plan.world_size == 8 and plan.line == 4 and (plan.schedule, plan.chunks) == ("1f1b", 1)
+    assert Plan.parse(str(plan)) == plan
+    assert plan.mesh.lines("branch", "pp") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert plan.mesh.lines("pp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert plan.mesh.describe(5) == "branch=1, pp=0, dp_replicate=1"
+    assert Plan.parse("branch=2,pp=2,schedule=interleaved").chunks == 2
 
 
 def test_tensor_parallel_ranks_are_innermost_and_multiply() -> None:

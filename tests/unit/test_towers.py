@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
+from made_graphs import Needs, check_assignment, random_work, work
 from stretto.errors import Refused
-from stretto.graph.assignment import Assignment
-from stretto.graph.effects import draws_in
 from stretto.graph.stages import Work, stages_like, stages_of, work_of
 from stretto.graph.towers import find_towers
-from stretto.graph.trace import Traced, trace
-
-Needs = Sequence[tuple[int, ...]]  # of each operation those that it needs; one that needs none has the argument
-
-
-def work(needs: Needs, draws: Sequence[int] = ()) -> Work:
-    """Operations that add up what they need and a parameter; those in ``draws`` then drop some of it."""
-    graph, value = fx.Graph(), torch.zeros(2, 3)
-    argument, parameter = graph.placeholder("x"), graph.placeholder("p")
-    found: list[fx.Node] = []
-    for at, sources in enumerate(needs):
-        node = parameter
-        for source in [found[one] for one in sources] or [argument]:
-            node = graph.call_function(torch.ops.aten.add.Tensor, (node, source))
-        if at in draws:
-            node = graph.call_function(torch.ops.aten.dropout.default, (node, 0.5, True))
-        found.append(node)
-    used = {source for sources in needs for source in sources}
-    graph.output([node for at, node in enumerate(found) if at not in used])
-    for node in graph.nodes:
-        node.meta["val"] = value
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    traced = Traced(module, {"p": "p"}, {}, {}, ("x",), (), None)
-    return work_of(traced, {"p": True})
+from stretto.graph.trace import trace
 
 
 def shown(needs: Needs, costs: Sequence[float], degree: int) -> tuple[list[int], list[int]]:
@@ -112,16 +86,13 @@ def test_towers_that_draw_by_turns_stay_together() -> None:
 @pytest.mark.parametrize("seed", range(150))
 def test_whatever_the_graph_its_stages_can_run_and_draw_in_their_order(seed: int) -> None:
     drawn = random.Random(seed)
-    count = drawn.randrange(4, 24)
-    needs = [tuple(sorted(drawn.sample(range(at), min(at, drawn.choice((0, 1, 1, 1, 2)))))) for at in range(count)]
-    graph = work(needs, draws=[at for at in range(count) if drawn.random() < 0.3])
-    costs = [drawn.random() for _ in graph.nodes]
+    graph, costs = random_work(drawn)
     degree = drawn.choice((2, 2, 3))
     try:
         found, _ = find_towers(graph, costs, degree)
     except Refused:
         return
-    _check(graph, found, degree)
+    check_assignment(graph, found, degree)
 
 
 def test_some_of_these_graphs_have_towers_that_draw() -> None:
@@ -129,10 +100,7 @@ def test_some_of_these_graphs_have_towers_that_draw() -> None:
     seen = 0
     for seed in range(150):
         drawn = random.Random(seed)
-        count = drawn.randrange(4, 24)
-        needs = [tuple(sorted(drawn.sample(range(at), min(at, drawn.choice((0, 1, 1, 1, 2)))))) for at in range(count)]
-        graph = work(needs, draws=[at for at in range(count) if drawn.random() < 0.3])
-        costs = [drawn.random() for _ in graph.nodes]
+        graph, costs = random_work(drawn)
         try:
             found, _ = find_towers(graph, costs, drawn.choice((2, 2, 3)))
         except Refused:
@@ -140,16 +108,6 @@ def test_some_of_these_graphs_have_towers_that_draw() -> None:
         draws = stages_of(graph, found).draws
         seen += len({found.ranks[stage] for stage in draws}) > 1
     assert seen >= 20
-
-
-def _check(graph: Work, found: Assignment, degree: int) -> None:
-    stage: dict[Any, int] = dict(zip(graph.nodes, found.stages, strict=True))
-    assert all(stage.get(source, 0) <= stage[node] for node in graph.nodes for source in node.all_input_nodes)
-    draws = [stage[node] for node in graph.nodes if draws_in(node)]
-    assert draws == sorted(draws), "a generator passes each stage once"
-    assert set(found.ranks) == set(range(degree)) and found.ranks[-1] == degree - 1
-    assert Assignment.from_json(found.to_json()) == found
-    stages_of(graph, found)
 
 
 class Twice(torch.nn.Module):

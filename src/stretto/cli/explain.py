@@ -12,7 +12,7 @@ from stretto.cli.options import JsonOption, SetOption, TaskArgument, find_task, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.explain import Explained, Row, StageRow
+    from stretto.explain import Explained, Row
     from stretto.schedule import Timeline
 
 
@@ -54,19 +54,21 @@ def _print(found: Explained) -> None:
     for feature in found.features:
         print(f"  {feature.key:<22}  {'active' if feature.active else 'INACTIVE'}: {feature.said}")
     if found.timeline is not None:
-        _print_stages(found.stages, found.timeline, "branch" if "branch=" in found.plan else "pp")
+        _print_stages(found, found.timeline)
     for note in found.notes:
         print(f"note: {note}")
     _print_parameters(found.parameters, bool(found.stages))
 
 
-def _print_stages(rows: Sequence[StageRow], step: Timeline, axis: str) -> None:
-    print("\nstage  rank  elements      forward   backward  from ... to; sends")
-    for row in rows:
+def _print_stages(found: Explained, step: Timeline) -> None:
+    places = [found.place(row) for row in found.stages]
+    wide = max(map(len, places))
+    print(f"\nstage  {'rank':<{wide}}     elements    forward   backward  from ... to; sends")
+    for row, place in zip(found.stages, places, strict=True):
         sends = ", ".join(f"{size:,} bytes to {to}" for to, size in row.sends.items())
         times = f"{1e3 * row.forward_seconds:>7.2f} ms {1e3 * row.backward_seconds:>7.2f} ms"
         where = f"{row.first} ... {row.last}" + (f"; {sends}" if sends else "")
-        print(f"{row.stage:>5}  {axis}={row.rank:<2} {row.elements:>11,}  {times}  {where}")
+        print(f"{row.stage:>5}  {place:<{wide}}  {row.elements:>11,}  {times}  {where}")
     took = f"{1e3 * step.seconds:.1f} ms"
     print(f"a step's microbatches take {took} by arithmetic, and ranks wait for {step.bubble:.0%} of it")
 

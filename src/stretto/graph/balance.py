@@ -12,7 +12,9 @@ CANDIDATES: Final = 256  # places that are looked at; the search takes the squar
 BYTES_PER_SECOND: Final = 1e9  # of what passes between stages, as a cost of the stage that sends it
 
 
-def balanced(costs: Sequence[float], edges: Sequence[int], crossing: Sequence[int], count: int) -> tuple[int, ...]:
+def balanced(
+    costs: Sequence[float], edges: Sequence[int], crossing: Sequence[int], count: int, already: Sequence[float] = ()
+) -> tuple[int, ...]:
     """The places at which stages after the first begin: among ``edges``, rising, ``count - 1`` of them.
 
     Args:
@@ -20,6 +22,7 @@ def balanced(costs: Sequence[float], edges: Sequence[int], crossing: Sequence[in
         edges: the places where a stage may begin.
         crossing: of each place, the bytes that pass it.
         count: how many stages.
+        already: seconds of each stage that it has to do beside these operations.
 
     Raises:
         Refused: there are not so many places.
@@ -32,14 +35,15 @@ def balanced(costs: Sequence[float], edges: Sequence[int], crossing: Sequence[in
     before = [0.0, *accumulate(costs)]
     places = [0, *_narrow(edges, before, crossing, count), len(costs)]
     passing = [0.0, *(crossing[place] / BYTES_PER_SECOND for place in places[1:-1]), 0.0]
+    beside = already or [0.0] * count
     # longest[k][j]: the least that the longest of k + 1 stages takes, of which the last ends at places[j]
-    longest = [[before[place] + passing[at] for at, place in enumerate(places)]]
+    longest = [[before[place] + passing[at] + beside[0] for at, place in enumerate(places)]]
     choice: list[list[int]] = []
     for stages in range(1, count):
         row, chosen = [float("inf")] * len(places), [0] * len(places)
         for end in range(stages + 1, len(places)):
             for start in range(stages, end):
-                stage = before[places[end]] - before[places[start]] + passing[end]
+                stage = before[places[end]] - before[places[start]] + passing[end] + beside[stages]
                 worst = max(longest[-1][start], stage)
                 if worst < row[end]:
                     row[end], chosen[end] = worst, start

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from torch import fx
 
 from stretto.errors import Refused, nearest
 from stretto.graph.assignment import Assignment
 from stretto.graph.effects import draws_in
+from stretto.graph.lanes import Group
 from stretto.graph.stages import Work, module_of
 
 
@@ -41,8 +43,8 @@ def named_cuts(work: Work, cuts: Sequence[str], num_ranks: int, count: int) -> A
     return Assignment.stretches(len(work.nodes), starts, num_ranks)
 
 
-def named_towers(work: Work, towers: Sequence[Sequence[str]], degree: int) -> Assignment:
-    """Towers of the modules that ``towers`` names for each rank, and the rest before and after them on the last.
+def named_towers(work: Work, towers: Sequence[Sequence[str]], degree: int) -> list[Group]:
+    """Towers of the modules that ``towers`` names for each lane, and the rest before and after them.
 
     Raises:
         Refused: there are not ``degree`` of them, a pattern fits nothing, or a tower needs something of another.
@@ -78,9 +80,9 @@ def named_towers(work: Work, towers: Sequence[Sequence[str]], degree: int) -> As
             "plan: the towers of layout() draw random numbers by turns, or in another order than they are named in, so "
             "they would draw others than one device does; name them in the order in which forward calls them"
         )
-    kept = sorted(set(of) | {join})
-    ranks = tuple(stage - 1 if stem < stage < join else degree - 1 for stage in kept)
-    return Assignment(tuple(kept.index(stage) for stage in of), ranks)
+    spans = list(pairwise([0, *work.edges, len(work.nodes)]))
+    each = ((stage, tuple(span for span in spans if of[span[0]] == stage)) for stage in sorted(set(of)))
+    return [Group(own, stage - 1 if stem < stage < join else None) for stage, own in each]
 
 
 def _between(work: Work, named: dict[fx.Node, int | None]) -> dict[fx.Node, int | None]:

@@ -58,24 +58,29 @@ class Work:
                 found.append(place)
         return found
 
-    def crossing_bytes(self) -> list[int]:
+    def crossing_bytes(self, places: Sequence[int] | None = None) -> list[int]:
         """Of each place in ``nodes`` what would pass it in one call if a stage began there, and the parameters that
-        both sides of it would use; each of them with what a message costs beside its bytes."""
-        place = {node: at for at, node in enumerate(self.nodes)}
+        both sides of it would use; each of them with what a message costs beside its bytes.
+
+        Args:
+            places: those that run one after the other, where it isn't all; what others need of them passes none.
+        """
+        nodes = self.nodes if places is None else [self.nodes[one] for one in places]
+        place = {node: at for at, node in enumerate(nodes)}
         spans = []
         for node, at in place.items():
-            users = [len(self.nodes) - 1 if user.op == "output" else place[user] for user in node.users]
+            users = [len(nodes) - 1 if user.op == "output" else place.get(user, at) for user in node.users]
             spans.append((at, max(users, default=at), num_bytes_of(node) + MESSAGE_BYTES))
         uses: dict[fx.Node, list[int]] = {}
         for node, at in place.items():
             for parameter in self.parameters(node):
                 uses.setdefault(parameter, []).append(at)
         spans += [(places[0], places[-1], num_bytes_of(one) + MESSAGE_BYTES) for one, places in uses.items()]
-        steps = [0] * (len(self.nodes) + 1)
+        steps = [0] * (len(nodes) + 1)
         for first, last, num_bytes in spans:
             steps[first + 1] += num_bytes
             steps[last + 1] -= num_bytes
-        return list(accumulate(steps[: len(self.nodes)]))
+        return list(accumulate(steps[: len(nodes)]))
 
     def parameters(self, node: fx.Node) -> list[fx.Node]:
         """The placeholders of the parameters that an operation uses, also through what is computed of them alone."""

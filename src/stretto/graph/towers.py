@@ -4,7 +4,8 @@ Where one operation comes before or after every other, the graph has a *waist*: 
 between two waists, what hangs together is a tower, or what comes of one of its beginnings alone. Such towers either run
 side by side, the longest first to the rank that has least to do (Graham 1969, "Bounds on multiprocessing timing
 anomalies"), or stay together and are looked into one by one, as each may have waists of its own: whichever saves more.
-All else, the way there and on, is the last rank's, where the model's output comes out.
+All else, the way there and on, is the last rank's, where the model's output comes out; where each tower has several
+ranks, it is dealt to these (:mod:`stretto.graph.lanes`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Final
 
 from torch import fx
@@ -21,7 +22,8 @@ from stretto.errors import Refused
 from stretto.graph.assignment import Assignment
 from stretto.graph.balance import BYTES_PER_SECOND
 from stretto.graph.effects import draws_in, writes
-from stretto.graph.stages import MESSAGE_BYTES, Work, module_of, num_bytes_of
+from stretto.graph.lanes import Group, Shape, assigned, shared_module
+from stretto.graph.stages import MESSAGE_BYTES, Work, num_bytes_of
 
 LEAST_SAVED: Final = 0.1  # of a model's time, so that towers are worth ranks
 DEEPEST: Final = 100  # towers within towers, and joins one after the other
@@ -47,27 +49,32 @@ class _Piece:
     sends: float = 0.0
 
 
-def find_towers(work: Work, costs: Sequence[float], degree: int) -> tuple[Assignment, tuple[str, ...]]:
-    """Towers for ``degree`` ranks, and what there is to say of them.
+def find_towers(
+    work: Work, costs: Sequence[float], degree: int, pp: int = 1, chunks: int = 1
+) -> tuple[Assignment, tuple[str, ...]]:
+    """Towers for ``degree`` times ``pp`` ranks, and what there is to say of them.
 
     Args:
         costs: seconds of each of ``work.nodes``, forward and backward.
+        pp: ranks that each tower has, with ``chunks`` of its stages on each.
 
     Raises:
-        Refused: there are none, fewer than ranks, or none that are worth it.
+        Refused: there are none, fewer than ``degree``, or none that are worth it; or one has fewer units than stages.
     """
-    finder = _Finder(work, costs, degree, counts_messages=True)
+    shape = Shape(degree, pp, chunks)
+    finder = _Finder(work, costs, shape, counts_messages=True)
     pieces, notes = finder.pieces(), tuple[str, ...]()
     if finder.lacks(pieces):
-        finder = _Finder(work, costs, degree, counts_messages=False)
+        finder = _Finder(work, costs, shape, counts_messages=False)
         pieces = finder.pieces()
         if why := finder.lacks(pieces):
-            raise Refused(f"plan: branch={degree} finds no towers for {degree} ranks: {why}")
+            ranks = f"{degree} ranks" if pp == 1 else f"{degree} times {pp} ranks"
+            raise Refused(f"plan: branch={degree} finds no towers for {ranks}: {why}")
         notes = (
             f"branch={degree}: at this size sending what passes between the towers takes longer, by measurement, than "
             "they save",
         )
-    return finder.assigned(pieces), notes
+    return assigned(work, costs, finder.groups(pieces), shape), notes
 
 
 class _Finder:
@@ -77,8 +84,9 @@ class _Finder:
         counts_messages: what is sent has its price in time; else any towers will do.
     """
 
-    def __init__(self, work: Work, costs: Sequence[float], degree: int, counts_messages: bool) -> None:
-        self._work, self._costs, self._degree, self._counts = work, costs, degree, counts_messages
+    def __init__(self, work: Work, costs: Sequence[float], shape: Shape, counts_messages: bool) -> None:
+        self._work, self._costs, self._shape, self._counts = work, costs, shape, counts_messages
+        self._degree = shape.branch
         self._total = sum(costs)
         self._place = {node: at for at, node in enumerate(work.nodes)}
         edges = [0, *work.edges, len(work.nodes)]
@@ -273,41 +281,44 @@ class _Finder:
         ranks = {rank for piece in pieces for _, rank in piece.towers}
         if len(ranks) == self._degree and saved >= LEAST_SAVED * self._total and self._total:
             return ""
+        alone = self._degree * self._shape.pp
+        pp = f",pp={self._shape.pp}" if self._shape.pp > 1 else ""
         beside = ", ".join(f"{self._name(t.units)} {t.seconds / self._total:.0%}" for t in self.most)
         if len(self.most) < 2:
             turns = self.by_turns and f"{self.by_turns} draw random numbers by turns, so they run on one rank"
-            return f"{turns or 'everything depends on what comes before it'}; use pp={self._degree}"
+            return f"{turns or 'everything depends on what comes before it'}; use pp={alone}"
         if len(self.most) < self._degree:
             count = len(self.most)
-            return f"no more than {count} lie side by side ({beside} of the time); use branch={count}"
+            return f"no more than {count} lie side by side ({beside} of the time); use branch={count}{pp}"
         share = f"{saved / self._total:.1%}, which is less than {LEAST_SAVED:.0%}"
-        return f"those that lie side by side ({beside} of the time) would save {share}; use pp={self._degree}"
+        return f"those that lie side by side ({beside} of the time) would save {share}; use pp={alone}"
 
     def _name(self, units: Iterable[int]) -> str:
-        """The module that they have in common, or the first one."""
-        paths = [path.split(".") for unit in units for node in self._nodes[unit] if (path := module_of(node))]
-        if not paths:
-            return "operations outside any module"
-        alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-        return ".".join([parts[0] for parts in alike] or paths[0])
+        return shared_module(node for unit in units for node in self._nodes[unit])
 
-    def assigned(self, pieces: Sequence[_Piece]) -> Assignment:
-        """A stage for each piece, and for each rank's towers."""
-        ranks: list[int] = []
-        stages = [0] * len(self._work.nodes)
-        last = self._degree - 1
-        open_common = False
+    def groups(self, pieces: Sequence[_Piece]) -> list[Group]:
+        """The pieces, each rank's towers in one group; what is common in a row is one as well."""
+        lane = self._lanes(pieces)
+        found: list[Group] = []
         for piece in pieces:
-            groups = self._groups(piece) if piece.towers else [(piece.common, last)] if piece.common else []
-            for units, rank in groups:
-                if not (open_common and not piece.towers):
-                    ranks.append(rank)
-                for place in (place for unit in units for place in range(*self._spans[unit])):
-                    stages[place] = len(ranks) - 1
-                open_common = not piece.towers
-        if not open_common:
-            ranks.append(last)  # whence the output comes
-        return Assignment(tuple(stages), tuple(ranks))
+            if piece.towers:
+                found += [Group(self._spans_of(units), lane[rank]) for units, rank in self._groups(piece)]
+            elif piece.common and found and found[-1].lane is None:
+                found[-1] = Group((*found[-1].spans, *self._spans_of(piece.common)))
+            elif piece.common:
+                found.append(Group(self._spans_of(piece.common)))
+        return found
+
+    def _lanes(self, pieces: Sequence[_Piece]) -> list[int]:
+        """Of each rank's towers the lane. Cut into stages, the shortest have the last one, where the head comes too."""
+        loads = [0.0] * self._degree
+        for tower, rank in (one for piece in pieces for one in piece.towers):
+            loads[rank] += tower.seconds
+        order = sorted(range(self._degree), key=lambda rank: -loads[rank] if self._shape.pp > 1 else 0.0)
+        return [order.index(rank) for rank in range(self._degree)]
+
+    def _spans_of(self, units: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        return tuple(self._spans[unit] for unit in units)
 
     def _groups(self, piece: _Piece) -> Iterator[tuple[tuple[int, ...], int]]:
         """A rank's towers are one stage; of several that draw random numbers each is one, to take its turn."""

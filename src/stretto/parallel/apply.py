@@ -17,7 +17,7 @@ from stretto.parallel.flats import without_one_copy
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 
-LINE: Final = ("pp", "branch")  # the axes over which the model's stages lie; one of them has a degree
+LINE: Final = ("branch", "pp")  # the axes over which the model's stages lie
 
 
 def _whole(template: Template, ranks: Ranks, manner: Manner) -> Applied:

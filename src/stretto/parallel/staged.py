@@ -11,6 +11,7 @@ from torch import fx
 from stretto.graph.assignment import Assignment
 from stretto.graph.balance import balanced
 from stretto.graph.effects import draws_in
+from stretto.graph.lanes import Shape, assigned
 from stretto.graph.named import named_cuts, named_towers
 from stretto.graph.stages import Stages, Work, module_of, stages_of, work_of
 from stretto.graph.towers import find_towers
@@ -52,7 +53,8 @@ def stage(
     given: Assignment | None = None,
     layout: Layout = _FREE,
 ) -> Staged:
-    """Cuts a graph as ``plan`` says: into stages that take as long as one another (``pp``) or into towers (``branch``).
+    """Cuts a graph as ``plan`` says: into stages that take as long as one another (``pp``), into towers (``branch``),
+    or into towers of such stages.
 
     Args:
         measure: gives the seconds of each of ``work.nodes``; only asked where something is to be decided.
@@ -64,24 +66,33 @@ def stage(
     """
     work, notes = work_of(traced, trains), tuple[str, ...]()
     costs: Sequence[Seconds] = ()
-    count = plan.pp * max(1, plan.chunks)
-    assignment = given or Assignment.stretches(len(work.nodes))
-    if given is None and plan.pp > 1 and layout.cuts:
-        assignment = named_cuts(work, layout.cuts, plan.pp, count)
-    elif given is None and plan.branch > 1 and layout.towers:
-        assignment = named_towers(work, layout.towers, plan.branch)
-    elif given is None and plan.line > 1:
-        costs = measure(work)
-        sums = [sum(both) for both in costs]
-        if plan.branch > 1:
-            assignment, notes = find_towers(work, sums, plan.branch)
-        else:
-            starts = balanced(sums, work.edges, work.crossing_bytes(), count)
-            assignment = Assignment.stretches(len(work.nodes), starts, plan.pp)
+    if given is not None or plan.line == 1:
+        assignment = given or Assignment.stretches(len(work.nodes))
+    elif plan.branch == 1 and layout.cuts:
+        assignment = named_cuts(work, layout.cuts, plan.pp, plan.pp * plan.chunks)
+    else:
+        named = plan.branch > 1 and bool(layout.towers)
+        costs = [] if named and plan.pp == 1 else measure(work)
+        assignment, notes = _cut(work, [sum(both) for both in costs], plan, layout)
     stages = stages_of(work, assignment)
     if plan.branch > 1:
         notes = (*notes, *_turns(work, assignment, stages))
     return Staged(work, costs, assignment, stages, notes)
+
+
+def _cut(work: Work, costs: Sequence[float], plan: Plan, layout: Layout) -> tuple[Assignment, tuple[str, ...]]:
+    """Into stages or towers or both, and what there is to say of it."""
+    chunks = max(1, plan.chunks)
+    if plan.branch == 1:
+        starts = balanced(costs, work.edges, work.crossing_bytes(), plan.pp * chunks)
+        return Assignment.stretches(len(work.nodes), starts, plan.pp), ()
+    said = "the cuts of layout() are for pp alone, and inactive: beside branch each tower is cut where it is balanced"
+    notes = (said,) if plan.pp > 1 and layout.cuts else ()
+    if layout.towers:
+        groups = named_towers(work, layout.towers, plan.branch)
+        return assigned(work, costs, groups, Shape(plan.branch, plan.pp, chunks)), notes
+    assignment, found = find_towers(work, costs, plan.branch, plan.pp, chunks)
+    return assignment, (*notes, *found)
 
 
 def _turns(work: Work, assignment: Assignment, stages: Stages) -> list[str]:
@@ -91,9 +102,12 @@ def _turns(work: Work, assignment: Assignment, stages: Stages) -> list[str]:
         for source, to in stages.hands_on
         if assignment.ranks[source] != assignment.ranks[to] and to < stages.count - 1
     ]
+    needs: list[set[int]] = []  # of each stage, all those that it needs something of, directly or not
+    for sources in stages.incoming:
+        needs.append(set(sources).union(*(needs[source] for source in sources)))
     found = []
     for source, to in waits:
-        if source not in stages.incoming[to]:
+        if source not in needs[to]:
             one, other = (_drawing(work.nodes, stages, at) for at in (source, to))
             found.append(
                 f"{one} and {other} both draw random numbers, so forward of the second waits for the first, as one "

@@ -106,7 +106,8 @@ def _of_optimizer(findings: Findings, plan: Plan) -> str | None:
             "use tp=1, or an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, ...)"
         )
     if findings.reach == "all" and ((plan.zero and plan.dp > 1) or plan.line > 1):
-        instead = "pp=1" if plan.pp > 1 else "branch=1" if plan.branch > 1 else "zero=0"
+        spreads = [key for key in ("pp", "branch") if getattr(plan, key) > 1]
+        instead = ",".join(f"{key}=1" for key in spreads) or "zero=0"
         return (
             f"plan {plan}: optimizer() computes a parameter's update from other parameters too: beside another one it "
             f"differs by {findings.reach_error:.0e} of the change, so spreading them over ranks would change the "
