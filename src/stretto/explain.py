@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from stretto.features import Feature, features_of
 from stretto.graph.cut import Cut, report
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
-from stretto.graph.trace import Surround, Traced
+from stretto.graph.trace import Traced
 from stretto.observe import free_bytes
 from stretto.parallel import Example, Template
 from stretto.parallel.apply import check
@@ -25,7 +24,6 @@ from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.scored import trace_step
 from stretto.parallel.staged import Staged, stage
 from stretto.plan import Plan
-from stretto.precision import computing
 from stretto.schedule import Costs, Timeline, build_schedule, simulate
 from stretto.task import Task
 
@@ -111,13 +109,11 @@ def explain(task: Task, plan: Plan) -> Explained:
         rows = [Row(name, spec.shape, 1.0, (), "whole") for name, spec in template.specs.items()]
         return Explained(str(plan), features_of(plan), tuple(rows))
     example = example_of(task, plan, template, None)
-    surround = partial(computing, task.recipe.precision)
 
     def measure(work: Work) -> list[Seconds]:
-        with surround():
-            return costs_of(work, template.structure, template.structure, example)
+        return costs_of(work, template.structure, template.structure, example)
 
-    traced, unscored = _trace(template, example, plan, surround)
+    traced, unscored = _trace(template, example, plan)
     staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
     cut = cut_inside(traced, template, plan.tp, unscored)
     rows = _parameters(template, traced, cut, staged.stages, plan)
@@ -132,15 +128,14 @@ def explain(task: Task, plan: Plan) -> Explained:
     return Explained(str(plan), features, tuple(rows), tuple(described), step, (*cut.notes, *staged.notes))
 
 
-def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:
+def _trace(template: Template, example: Example, plan: Plan) -> tuple[Traced, str]:
     """As a run would have it."""
 
     def differs(traced: Traced) -> str:
         device = torch.device("cpu")
-        with surround():
-            return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
+        return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
 
-    return trace_step(template.structure.train(), example, plan, differs, surround)
+    return trace_step(template.structure.train(), example, plan, differs)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:

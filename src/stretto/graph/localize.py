@@ -114,6 +114,12 @@ class Localizer:
             return rewrite(self, node, axis)
         return self._new.node_copy(node, lambda value: self.inside(value, axis))
 
+    def typed(self, node: fx.Node, of: Any, new: Any) -> Any:
+        """What is ``of`` in the whole graph in the type of what ``node`` gives: autocast, or an argument, makes it that
+        for the node's own operation, and not for others in its place."""
+        one, other = (of.meta["val"].dtype, node.meta["val"].dtype) if isinstance(of, fx.Node) else (None, None)
+        return new if one == other else self._new.call_function(torch.ops.aten.to.dtype, (new, other))
+
     def shape(self, node: fx.Node) -> list[int]:
         """Of a value as it lies on this rank."""
         return self.local_shape(node) if self._cut.axes else [int(size) for size in node.meta["val"].shape]
@@ -237,7 +243,7 @@ class Localizer:
         if bias is None:
             return summed
         along = self._regions.axes.get(node)
-        added = self.whole(bias) if along is None else self.inside(bias, along)
+        added = self.typed(node, bias, self.whole(bias) if along is None else self.inside(bias, along))
         if (inner := len(self._cut.reading.of(node)) - 2) and _name(node) != "linear":  # [out] beside [out, ...]
             added = self._new.call_function(torch.ops.aten.view.default, (added, [-1, *[1] * inner]))
         return self._new.call_function(torch.ops.aten.add.Tensor, (summed, added))
@@ -325,16 +331,16 @@ def _classes(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     reduction, ignored = int(_argument(node, 3, "reduction", 1)), int(_argument(node, 4, "ignore_index", -100))
     smoothing = float(_argument(node, 5, "label_smoothing", 0.0))
     shape, dim, pieces = at.part(logits)  # type: ignore[arg-type]
-    given = at._env[logits], at._env[target], None if weight is None else at._env[weight]  # type: ignore[index]
+    classes = at.typed(node, logits, at._env[logits])  # type: ignore[index]
+    weights = None if weight is None else at.typed(node, weight, at._env[weight])
+    given = classes, at._env[target], weights  # type: ignore[index]
     raw = _name(node) == "cross_entropy_loss"
     return at.module(CROSS_ENTROPY, *given, raw, reduction, ignored, smoothing, dim, pieces, shape[dim])
 
 
 def _spread_softmax(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     source: Any = node.args[0]
-    given = at._env[source]
-    if (dtype := _argument(node, 2, "dtype")) not in (None, False):
-        given = at._new.call_function(torch.ops.aten.to.dtype, (given, dtype))
+    given = at.typed(node, source, at._env[source])
     return at.module(SOFTMAX, given, int(_argument(node, 1, "dim")), _name(node) == "log_softmax")
 
 
@@ -344,6 +350,7 @@ def _spread_reduction(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     given, name = at._env[source], _name(node)
     if name in ("logsumexp", "amax"):
         keep = bool(_argument(node, 2, "keepdim", False))
+        given = at.typed(node, source, given)
         return at.module(LOGSUMEXP if name == "logsumexp" else LARGEST, given, sorted(reduced_places(node)), keep)
     summed = at.call(node, given, *node.args[1:], **node.kwargs)
     if name == "mean":

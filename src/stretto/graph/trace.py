@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from io import StringIO
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from stretto.data import mapped
 from stretto.errors import Refused, one_line
 from stretto.graph.effects import schema_name, written_in
+from stretto.graph.types import settle_types
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Traced:
         output: the output, as a tree, with stand-ins for its tensors: the model's, or the loss's terms.
         loss: the operations of the loss, where it was traced with the model: then the arguments are those of forward
             and the batch.
+        autocast: the types are those that autocast chose, and chooses again where the graph runs under it.
     """
 
     graph: fx.GraphModule
@@ -48,6 +50,7 @@ class Traced:
     mutated: tuple[str, ...]
     output: Any
     loss: frozenset[fx.Node] | None = None
+    autocast: bool = False
 
     @property
     def scored(self) -> bool:
@@ -96,12 +99,16 @@ def trace(
     """
     mapped((arguments, dict(keywords)), _same, _check_given)
     outputs: list[Any] = []
-    call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring, surround)
+    autocast = isinstance(surround(), torch.autocast)
+    # Entered inside, it would be an operation of its own with all others in it.
+    within, ambient = (nullcontext, surround) if autocast else (surround, nullcontext)
+    call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring, within)
     call.train(module.training)
     fails = "the model can't be traced, so it can't be cut inside" if scoring is None else "the loss can't be traced"
     drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
     try:
-        program = _export(call)
+        with ambient():
+            program = _export(call)
     except Refused:
         raise
     except Exception as error:  # whatever the model does may fail in its own way
@@ -117,7 +124,10 @@ def trace(
             "draw them from torch"
         )
     _without_assertions(program.graph_module)
-    return _read(program, module, outputs[-1], scoring is not None)
+    if autocast:
+        with surround():
+            settle_types(program.graph_module)
+    return replace(_read(program, module, outputs[-1], scoring is not None), autocast=autocast)
 
 
 def _read(program: torch.export.ExportedProgram, module: nn.Module, output: Any, scored: bool) -> Traced:

@@ -26,6 +26,7 @@ from stretto.graph.regions import NONE, find_regions
 from stretto.graph.rules import read
 from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
+from stretto.graph.types import cast_apart
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
 from stretto.parallel.batchnorm import batch_norms
@@ -81,7 +82,7 @@ class Divided(Placed):
         self._users = stages.users
         self._cuts = parts_of(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
-        self._refuse_shared(types)
+        self._refuse_shared({*types, *cast_apart(traced, stages.of)})
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         self._cut_buffers = buffer_parts_of(cut, traced, self._whole, ranks.tensor.rank)
@@ -107,13 +108,12 @@ class Divided(Placed):
             said = ("", "")
             if group.rank == 0:  # for all
                 copy = template.build(group.device, types)
-                with manner.surround():
-                    said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
+                said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
             why, note = group.broadcast_json(said)
             self.notes = (*self.notes, *([note] if note else []))
             return str(why)
 
-        traced, self._unscored = trace_step(self._whole.train(), example, self._plan, differs, manner.surround)
+        traced, self._unscored = trace_step(self._whole.train(), example, self._plan, differs)
         self._scored = example.scoring if traced.scored else None
         if self._unscored:
             self.notes = (*self.notes, f"tp leaves what gives the model's output whole on each rank: {self._unscored}")
@@ -136,10 +136,7 @@ class Divided(Placed):
         assert example is not None
 
         def measure(work: Work) -> list[Seconds]:
-            found = None
-            if everyone.rank == 0:
-                with manner.surround():
-                    found = costs_of(work, self._whole, template.structure, example)
+            found = costs_of(work, self._whole, template.structure, example) if everyone.rank == 0 else None
             return [(forward, backward) for forward, backward in everyone.broadcast_json(found)]
 
         return stage(traced, self._trains, self._plan, measure, manner.assignment, template.layout)
