@@ -75,7 +75,7 @@ class _Both:
             for name, parameter in module.named_parameters():
                 parameter.copy_(own[name])
         found = [TOLERANCES.get(one.dtype, COARSE) for one in module.parameters() if one.is_floating_point()]
-        self._tolerance = max(found, default=COARSE)
+        self._tolerance = COARSE if traced.autocast else max(found, default=COARSE)
 
     def compare(self) -> str:
         """What differs, or nothing."""
