@@ -7,11 +7,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy
 import torch
@@ -21,8 +21,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stretto.data import mapped
 from stretto.errors import Refused, one_line
+from stretto.graph.autocast import settle_types
 from stretto.graph.effects import schema_name, written_in
-from stretto.graph.types import settle_types
+
+AUTOCAST: Final = "autocast"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,6 @@ class Traced:
         output: the output, as a tree, with stand-ins for its tensors: the model's, or the loss's terms.
         loss: the operations of the loss, where it was traced with the model: then the arguments are those of forward
             and the batch.
-        autocast: the types are those that autocast chose, and chooses again where the graph runs under it.
     """
 
     graph: fx.GraphModule
@@ -50,7 +51,11 @@ class Traced:
     mutated: tuple[str, ...]
     output: Any
     loss: frozenset[fx.Node] | None = None
-    autocast: bool = False
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the types are those that autocast chose, and chooses again where the graph runs under it."""
+        return bool(self.graph.meta.get(AUTOCAST))
 
     @property
     def scored(self) -> bool:
@@ -125,9 +130,10 @@ def trace(
         )
     _without_assertions(program.graph_module)
     if autocast:
+        program.graph_module.meta[AUTOCAST] = True
         with surround():
             settle_types(program.graph_module)
-    return replace(_read(program, module, outputs[-1], scoring is not None), autocast=autocast)
+    return _read(program, module, outputs[-1], scoring is not None)
 
 
 def _read(program: torch.export.ExportedProgram, module: nn.Module, output: Any, scored: bool) -> Traced:

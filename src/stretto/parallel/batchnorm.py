@@ -43,7 +43,7 @@ def _in_float32(module: _BatchNorm, x: Tensor) -> Tensor:
     wide, low = _wide(x.dtype), dict(module._parameters)
     module._parameters.update({name: None if one is None else one.to(wide) for name, one in low.items()})  # type: ignore[misc]
     try:
-        return cast(Tensor, type(module).forward(module, x.to(wide)).to(x.dtype))
+        return type(module).forward(module, x.to(wide)).to(x.dtype)
     finally:
         module._parameters.update(low)
 

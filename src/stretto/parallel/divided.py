@@ -22,12 +22,12 @@ from torch import nn
 from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
 from stretto.errors import Refused
+from stretto.graph.autocast import cast_apart
 from stretto.graph.cut import Cut, follow_cut
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.rules import read
 from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
-from stretto.graph.types import cast_apart
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
 from stretto.parallel.batchnorm import widen_norms

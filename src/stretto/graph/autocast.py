@@ -1,8 +1,8 @@
 """What autocast does to the types in a traced graph.
 
-It leaves no operation there: a graph that is traced under it has the types that it chose, and chooses them again where
-it runs under it. But a trace computes with tensors that have no numbers. Of an LSTM torch runs those step by step, where
-real ones go to oneDNN's on a CPU, which gives another type under autocast.
+It leaves no operation there: a graph that is traced under it has the types that it chose, and chooses them again
+where it runs under it. But a trace computes with tensors that have no numbers. Of an LSTM torch runs those step by
+step, where real ones go to oneDNN's on a CPU, which gives another type under autocast.
 """
 
 from __future__ import annotations
