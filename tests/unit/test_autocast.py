@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from stretches import cut_at
+from stretto.comm.members import Broken, Members
 from stretto.data import seed_everything
 from stretto.graph.autocast import cast_apart
-from stretto.graph.trace import Scoring, Traced, filled, trace
+from stretto.graph.stages import work_of
+from stretto.graph.trace import Scoring, Traced, filled, tensors_in, trace
+from stretto.parallel._base import Example, Roots
 from stretto.parallel.deferred import Deferred, defer, work_off
+from stretto.parallel.inside import cut_inside, give_parts, parts_of
+from stretto.parallel.measure import costs_of
+from stretto.parallel.program import Program
+from stretto.parallel.template import Template
 from stretto.precision import computing
 from stretto.task import load_task
 
@@ -114,6 +122,49 @@ def test_so_it_has_in_evaluation(path: str, sets: dict[str, str]) -> None:
     traced = alone.traced(scored=False)
     with torch.no_grad():
         same(alone.step(alone.by_model), alone.step(lambda: alone.by_graph(traced)))
+
+
+class Types:
+    """A looker that holds what a rank computes against the trace."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def enter(self, stage: int, microbatch: int, program: Program, given: Sequence[Tensor]) -> None: ...
+
+    def see(self, node: fx.Node, value: Any, arrived: bool) -> None:
+        for said, one in zip(tree_leaves(node.meta.get("val")), tree_leaves(value), strict=False):
+            if isinstance(said, Tensor) and isinstance(one, Tensor):
+                assert one.dtype == said.dtype, node
+                self.seen += one.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("path", "sets"), [TASKS[0], TASKS[4]])
+def test_what_is_done_in_the_place_of_operations_gives_their_types(path: str, sets: dict[str, str]) -> None:
+    """Sums over ranks with their biases, dropout of a part, and the loss of a part of the classes."""
+    alone, members = Alone(path, sets), Members(0, 1, torch.device("cpu"), None, Broken())
+    traced, template = alone.traced(scored=True), Template(alone.model)
+    cut = cut_inside(traced, template, 2, "")
+    stages = cut_at(work_of(traced, template.trainable), ())
+    give_parts(alone.model, parts_of(cut, traced, template, 0))
+    looker = Types()
+    with AUTOCAST():
+        program = Program.build(stages, cut, members, [0], alone.model)
+        program.portions[0].run(list(tensors_in((*alone.call, alone.batch))), [], looker)
+    assert looker.seen > 10
+
+
+def test_operations_are_measured_as_they_run() -> None:
+    alone, seen = Alone(*TASKS[0]), set[tuple[torch.dtype, bool]]()
+
+    def loss(output: Tensor) -> Roots:
+        seen.add((output.dtype, torch.is_autocast_enabled("cpu")))
+        return [output.float().sum()], [torch.ones(())]
+
+    traced, example = alone.traced(scored=False), Example(alone.call, loss, surround=AUTOCAST)
+    work = work_of(traced, {name: True for name, _ in alone.model.named_parameters()})
+    assert len(costs_of(work, alone.model, alone.model, example)) == len(work.nodes)
+    assert seen == {(torch.bfloat16, True)}
 
 
 class Regions(nn.Module):
