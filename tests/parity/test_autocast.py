@@ -66,7 +66,7 @@ def test_cut_inside_it_rounds_parts_of_sums_and_no_more(
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=MATRIX)])
 def test_a_unet_that_tp_cuts_in_a_low_precision_is_rounded_once(launcher: LocalLauncher, precision: str) -> None:
-    """A part of a convolution's sum that was rounded for itself would put ReLUs on their other sides: 0.1 of gradients."""
+    """Parts of a convolution's sum that were rounded for themselves would put ReLUs on their other sides."""
     (report,) = proved(launcher, "cnn_skips", ("tp=2",), {**UNET, "precision": precision, "steps": "1"})
     assert report.status == "passed" and (report.loss_max_rel or 0) <= 1e-3, report
     assert (report.grad_max_rel or 0) <= 4e-2, report

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from stretto.comm.shm_memory import Unavailable
 from stretto.data import mapped
@@ -30,8 +29,7 @@ from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
-from stretto.parallel.batchnorm import widen_norms
-from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
+from stretto.parallel.copies import blank_model, dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.flats import Flats
@@ -62,7 +60,7 @@ class Divided(Placed):
         self.reduces_once = manner.reduce_once
         types = narrowed(template, manner.compute)
         super().__init__(template.build(ranks.world.device, types), ranks, manner, by_modules=False)
-        self._whole = _blank(template, ranks.world.device, types)  # never written, so it takes no memory
+        self._whole = blank_model(template, ranks.world.device, types)  # never written, so it takes no memory
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
@@ -103,7 +101,7 @@ class Divided(Placed):
         def differs(traced: Traced) -> str:
             said = ("", "")
             if group.rank == 0:  # for all
-                copy = _blank(template, group.device, types)
+                copy = blank_model(template, group.device, types)
                 said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
             why, note = group.broadcast_json(said)
             self.notes = (*self.notes, *([note] if note else []))
@@ -308,12 +306,6 @@ class Divided(Placed):
         super().teardown()
         self._programs = {}
         del self._whole, self._flats
-
-
-def _blank(template: Template, device: torch.device, types: Mapping[str, torch.dtype]) -> nn.Module:
-    """The model as it is traced: parameters in the types that forward has them in, and no values."""
-    module = template.build(device, types)
-    return widen_norms(module) if types else module
 
 
 class _Once:
