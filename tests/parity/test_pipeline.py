@@ -40,7 +40,6 @@ def test_microbatches_without_a_sample_count_for_nothing(
     ("name", "plan", "says"),
     [
         ("gpt", "pp=2,precision=bf16", "embedding.weight is used by several stages"),
-        ("digits", "pp=2,precision=bf16", "is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone"),
         ("digits", "dp=2,pp=2,microbatches=2", "is a BatchNorm, whose statistics are of the whole batch"),
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
     ],

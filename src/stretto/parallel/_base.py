@@ -136,12 +136,14 @@ class Example:
         loss: where backward would begin.
         scoring: what the loss is made by, for a trace of both; None: it can't be.
         why_not: the reason then.
+        surround: what surrounds forward and loss.
     """
 
     call: Call
     loss: Callable[[Any], Roots]
     scoring: Scoring | None = None
     why_not: str = ""
+    surround: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def given(self, scored: bool) -> Any:
         """See :func:`given_of`."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from stretto.comm.members import Members
 from stretto.parallel._base import Holders, Place
+from stretto.parallel.batchnorm import widen_norms
 from stretto.parallel.template import Template
 from stretto.state import Box, Part, Shares, TensorSpec
 
@@ -22,6 +23,12 @@ def narrowed(template: Template, compute: torch.dtype) -> dict[str, torch.dtype]
     if compute == torch.float32:
         return {}
     return {name: compute for name, spec in template.specs.items() if spec.dtype == "float32"}
+
+
+def blank_model(template: Template, device: torch.device, types: Mapping[str, torch.dtype]) -> nn.Module:
+    """The model as it is traced: parameters in the types that forward has them in, and no values."""
+    module = template.build(device, types)
+    return widen_norms(module) if types else module
 
 
 def sparse_parameters(module: nn.Module) -> set[str]:

@@ -22,6 +22,7 @@ from torch import nn
 from stretto.comm.members import Members
 from stretto.data import mapped
 from stretto.errors import Refused
+from stretto.graph.autocast import cast_apart
 from stretto.graph.cut import Cut, follow_cut
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.rules import read
@@ -29,8 +30,7 @@ from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
-from stretto.parallel.batchnorm import batch_norms
-from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
+from stretto.parallel.copies import blank_model, dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
 from stretto.parallel.gathered import lent_place, memory_for
@@ -61,17 +61,12 @@ class Divided(Placed):
         self.reduces_once = manner.reduce_once
         types = narrowed(template, manner.compute)
         super().__init__(template.build(ranks.world.device, types), ranks, manner, by_modules=False)
-        self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
+        self._whole = blank_model(template, ranks.world.device, types)  # never written, so it takes no memory
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
         self._alone = ranks.world.alone()
         self._looker: Looker | None = None
-        if types and (norms := batch_norms(self._whole)):
-            raise Refused(
-                f"plan {plan}: {norms[0]} is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone: torch's "
-                "own, which is traced, takes no weights of a lower type than its statistics. Use fp32, dp, or GroupNorm"
-            )
         assert manner.example is not None
         self._surround = manner.surround
         traced = self._trace(template, types, manner)
@@ -83,7 +78,7 @@ class Divided(Placed):
         self._users = stages.users
         self._cuts = parts_of(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
-        self._refuse_shared(types)
+        self._refuse_shared({*types, *cast_apart(traced, stages.of)})
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         self._cut_buffers = buffer_parts_of(cut, traced, self._whole, ranks.tensor.rank)
@@ -110,14 +105,13 @@ class Divided(Placed):
         def differs(traced: Traced) -> str:
             said = ("", "")
             if group.rank == 0:  # for all
-                copy = template.build(group.device, types)
-                with manner.surround():
-                    said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
+                copy = blank_model(template, group.device, types)
+                said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
             why, note = group.broadcast_json(said)
             self.notes = (*self.notes, *([note] if note else []))
             return str(why)
 
-        traced, self._unscored = trace_step(self._whole.train(), example, self._plan, differs, manner.surround)
+        traced, self._unscored = trace_step(self._whole.train(), example, self._plan, differs)
         self._scored = example.scoring if traced.scored else None
         if self._unscored:
             self.notes = (*self.notes, f"tp leaves what gives the model's output whole on each rank: {self._unscored}")
@@ -140,10 +134,7 @@ class Divided(Placed):
         assert example is not None
 
         def measure(work: Work) -> list[Seconds]:
-            found = None
-            if everyone.rank == 0:
-                with manner.surround():
-                    found = costs_of(work, self._whole, template.structure, example)
+            found = costs_of(work, self._whole, template.structure, example) if everyone.rank == 0 else None
             return [(forward, backward) for forward, backward in everyone.broadcast_json(found)]
 
         return stage(traced, self._trains, self._plan, measure, manner.assignment, template.layout)
