@@ -39,7 +39,7 @@ def test_weight_gradients_that_are_put_off_are_made_without_the_weight(groups: i
     more = ([1], [1], [1], groups) if groups else ()
 
     def run() -> torch.Tensor:
-        found: torch.Tensor = layer(deferred)(x, weight, of_bias, *more)
+        found: torch.Tensor = layer(deferred, alone=True)(x, weight, of_bias, *more)
         return found.sin().sum()
 
     inputs = [x, weight, *([of_bias] if of_bias is not None else [])]
