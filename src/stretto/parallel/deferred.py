@@ -96,7 +96,6 @@ def _cast(x: torch.Tensor, *weights: torch.Tensor | None) -> list[torch.Tensor |
 
 
 class _Linear(_Layer):
-
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]."""
         if self.plain(x):
@@ -135,7 +134,6 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _Convolution(_Layer):
-
     def forward(
         self,
         x: torch.Tensor,
