@@ -28,6 +28,7 @@ from stretto.state.digest import format_digest, partial_digest
 from stretto.sync import build_sync
 from stretto.task import Task
 
+HOST: Final = torch.device("cpu")
 FREE_SHARE: Final = 1 / 4  # of the free memory that whole gradients may take
 
 
@@ -119,12 +120,7 @@ def assemble(
     compute = COMPUTE[task.recipe.precision]
     narrow = compute.itemsize < 4
     once, why = _may_reduce_once(template, plan, group)
-    if plan.traced and task.recipe.precision == "bf16-autocast":
-        raise Refused(
-            f"plan {plan}: precision=bf16-autocast chooses types while forward runs, which a traced model no longer "
-            "does; use bf16, fp32 or fp64"
-        )
-    example = example_of(task, plan, template, dataset) if plan.traced else None
+    example = example_of(task, plan, template, dataset, group.device) if plan.traced else None
     surround = partial(computing, task.recipe.precision, group.device.type)
     lower = compute if narrow else torch.float32
     manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example, assignment)
@@ -141,17 +137,19 @@ def assemble(
     )
 
 
-def example_of(task: Task, plan: Plan, template: Template, dataset: Any) -> Example:
-    """A microbatch of as many samples as a rank mostly has."""
+def example_of(
+    task: Task, plan: Plan, template: Template, dataset: Any, device: torch.device = HOST
+) -> Example:
+    """A microbatch of as many samples as a rank mostly has, on ``device``, where the model is traced."""
     data = load_data(task)["train"] if dataset is None else dataset
     count = max(1, min(task.recipe.batch // (plan.dp * plan.microbatches), len(data)))
     before = Generators.remember()
     try:
-        samples = task.collate([data[index] for index in range(count)])
+        samples = to_device(task.collate([data[index] for index in range(count)]), device)
         arguments, keywords = task.inputs(samples, template.structure.forward)
     finally:
         before.restore()
-    host, dtype = torch.device("cpu"), COMPUTE[task.recipe.precision]
+    dtype = COMPUTE[task.recipe.precision]
 
     def terms(output: Any, batch: Any) -> Any:
         return task.losses(widened(task, output), batch)
@@ -159,9 +157,9 @@ def example_of(task: Task, plan: Plan, template: Template, dataset: Any) -> Exam
     def loss(output: Any) -> Roots:
         return roots_of(terms(output, samples))
 
-    call = to_device(arguments, host, dtype), to_device(keywords, host, dtype)
-    why = unseen(samples)
-    return Example(call, loss, None if why else Scoring(terms, samples), why)
+    call = to_device(arguments, device, dtype), to_device(keywords, device, dtype)
+    why, surround = unseen(samples), partial(computing, task.recipe.precision, device.type)
+    return Example(call, loss, None if why else Scoring(terms, samples), why, surround)
 
 
 def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:

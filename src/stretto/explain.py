@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
-import torch
+from torch import nn
 
-from stretto.assemble import build_template, example_of
+from stretto.assemble import HOST, build_template, example_of
 from stretto.features import Feature, features_of
 from stretto.graph.cut import Cut, report
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.stages import Stages, Work, module_of, num_bytes_of
-from stretto.graph.trace import Surround, Traced, trace
+from stretto.graph.trace import Traced
 from stretto.mesh import Mesh
 from stretto.observe import free_bytes
 from stretto.parallel import Example, Template
 from stretto.parallel.apply import LINE, check
+from stretto.parallel.copies import blank_model, narrowed
 from stretto.parallel.faithful import unlike
 from stretto.parallel.inside import cut_inside
 from stretto.parallel.measure import Seconds, costs_of
 from stretto.parallel.scored import trace_step
 from stretto.parallel.staged import Staged, stage
 from stretto.plan import Plan
-from stretto.precision import computing
+from stretto.precision import COMPUTE
 from stretto.schedule import Costs, Timeline, build_schedule, simulate
 from stretto.task import Task
 
@@ -123,14 +124,13 @@ def explain(task: Task, plan: Plan) -> Explained:
     if not plan.traced:
         rows = [Row(name, spec.shape, 1.0, (), "whole") for name, spec in template.specs.items()]
         return Explained(str(plan), features_of(plan), tuple(rows))
-    example = example_of(task, plan, template, None)
-    surround = partial(computing, task.recipe.precision)
+    example, types = example_of(task, plan, template, None), narrowed(template, COMPUTE[task.recipe.precision])
+    blank = partial(blank_model, template, HOST, types)
 
     def measure(work: Work) -> list[Seconds]:
-        with surround():
-            return costs_of(work, template.structure, template.structure, example)
+        return costs_of(work, blank(), template.structure, example)
 
-    traced, unscored = _trace(template, example, plan, surround)
+    traced, unscored = _trace(template, blank, example, plan)
     staged = stage(traced, template.trainable, plan, measure, layout=template.layout)
     cut = cut_inside(traced, template, plan.tp, unscored)
     rows = _parameters(template, traced, cut, staged.stages, plan)
@@ -146,18 +146,15 @@ def explain(task: Task, plan: Plan) -> Explained:
     return Explained(str(plan), features, tuple(rows), tuple(described), step, (*cut.notes, *staged.notes), line)
 
 
-def _trace(template: Template, example: Example, plan: Plan, surround: Surround) -> tuple[Traced, str]:
+def _trace(
+    template: Template, blank: Callable[[], nn.Module], example: Example, plan: Plan
+) -> tuple[Traced, str]:
     """As a run would have it."""
-    module = template.structure.train()
-    if plan.tp == 1:
-        return trace(module, *example.call, surround=surround), ""
 
     def differs(traced: Traced) -> str:
-        device = torch.device("cpu")
-        with surround():
-            return unlike(traced, template.build(device), template.structure, example, free_bytes(device))[0]
+        return unlike(traced, blank(), template.structure, example, free_bytes(HOST))[0]
 
-    return trace_step(module, example, plan.line, differs, surround)
+    return trace_step(blank().train(), example, plan, differs)
 
 
 def _parameters(template: Template, traced: Traced, cut: Cut, stages: Stages, plan: Plan) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -157,6 +158,19 @@ class Plan:
         plan = cls(**given)
         plan.check_workers(workers)
         return plan
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Plan:
+        """From the values of its fields, as a run's ``resolved.yaml`` keeps them.
+
+        Raises:
+            PlanError: a field that plans don't have, or a value that means nothing.
+        """
+        valid = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in valid:
+                raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
+        return cls(**values)
 
     def check_workers(self, workers: int | None) -> None:
         """Raises PlanError unless ``workers`` (where given) is the number of ranks this plan needs."""

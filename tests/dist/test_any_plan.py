@@ -78,19 +78,23 @@ def digests(checkpoints: Path, step: int) -> dict[str, str]:
     return {name: tensor["digest"] for name, tensor in manifest["tensors"].items()}
 
 
-def carried_over(starter: Starter, folder: Path, task: Path, first: str, second: str) -> None:
-    """Two steps under one plan, the third under another."""
+def carried_over(
+    starter: Starter, folder: Path, task: Path, first: str, second: str, apart: bool = False
+) -> None:
+    """Two steps under one plan, the third under another; ``apart``: where no memory can be shared."""
+    work = {"entry": "gathered_entries:apart"} if apart else {}
+    again_by = "gathered_entries:resaved" if apart else "any_plan_entries:resaved"
     sets: dict[str, Any] = {"steps": 3, "precision": "fp64", **({"eval_every": 1} if task == CNN else {})}
     run, again, alone = folder / "run", folder / "again", folder / "alone"
-    starter.good(run, task, first, stop=2, **sets)
+    starter.good(run, task, first, stop=2, **work, **sets)
     saved = run / "checkpoints" / "step-00000002"
     payload = {"task": str(task), "sets": sets, "plan": second, "checkpoint": str(saved), "folder": str(again)}
     workers = Plan.parse(second).world_size
-    result = starter.launcher.run(Job("any_plan_entries:resaved", payload, workers, python_path=(HELPERS,)))
+    result = starter.launcher.run(Job(again_by, payload, workers, python_path=(HELPERS,)))
     assert result.failure is None, result.failure.text
     before = digests(run / "checkpoints", 2)
     assert digests(again, 2) == before and any(name.startswith("optimizer/main/") for name in before)
-    starter.good(run, task, second, attempt=2, **sets)
+    starter.good(run, task, second, attempt=2, **work, **sets)
     starter.good(alone, task, "dp=1", **sets)
     found, expected = losses(run), losses(alone)
     assert found.keys() == expected.keys() == {1, 2, 3}
@@ -104,6 +108,17 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(
     starter: Starter, tmp_path: Path, task: Path, first: str, second: str
 ) -> None:
     carried_over(starter, tmp_path, task, first, second)
+
+
+@pytest.mark.parametrize(
+    ("task", "first", "second"),
+    [(CNN, "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"), (TOWERS, "dp_replicate=2,dp_shard=2,branch=2", "dp=3,pp=2,zero=3")],
+    ids=lambda value: str(value).rpartition("/")[2],
+)
+def test_a_checkpoint_goes_on_where_weights_are_gathered(
+    starter: Starter, tmp_path: Path, task: Path, first: str, second: str
+) -> None:
+    carried_over(starter, tmp_path, task, first, second, apart=True)
 
 
 @pytest.mark.matrix

@@ -55,7 +55,7 @@ def test_logits_in_parts_are_gathered_for_metrics(launcher: LocalLauncher) -> No
 
 @pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("size", "batch"), [(10, 4), (10, 10), (7, 7), (7, 2)])
-def test_metrics_are_those_of_the_whole_split_da09_da11(
+def test_metrics_are_those_of_the_whole_split_da09_da11_pp06(
     launcher: LocalLauncher, workers: int, size: int, batch: int
 ) -> None:
     """10 samples in batches of 4: the last one holds 2, so that the third rank runs a ghost. 7 on two ranks: 4 and 3."""

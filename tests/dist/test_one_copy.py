@@ -48,6 +48,16 @@ def test_a_worker_killed_while_it_shares_is_named_soon(launcher: LocalLauncher, 
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.parametrize("where", ["enter", "_back"])
+def test_a_worker_killed_between_two_pieces_is_named_soon(launcher: LocalLauncher, where: str) -> None:
+    began = time.monotonic()
+    payload = {"task": str(TESTS / "tasks" / "skips.py"), "plan": "dp=2,pp=2,zero=3", "where": where}
+    job = Job("gathered_entries:killed", payload, 4, python_path=(str(TESTS / "helpers"),))
+    failure = launcher.run(job).failure
+    assert failure is not None and "(rank 3) was killed by signal 9" in failure.text
+    assert time.monotonic() - began < 25
+
+
 def test_nothing_stays_of_many_copies_in_one_process(launcher: LocalLauncher) -> None:
     """Fifty rounds of 8 MB."""
     result = run(launcher, "rounds", rounds=50, sets={"kind": "frozen", "width": 400})

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -88,3 +90,22 @@ def test_towers_are_told_with_their_ranks_and_what_makes_them_wait(tmp_path: Pat
     assert rows[-1] == "branch=1,pp=1" and "rank 3</text>" in (tmp_path / "plan.svg").read_text()
     chain = explain("tests/tasks/skips.py", "--plan", "branch=2")
     assert chain.returncode and "finds no towers for 2 ranks: everything depends on what comes" in chain.stderr
+
+
+def test_a_model_that_its_graph_does_not_compute_is_refused_as_a_run_would(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    text = (ROOT / "tests" / "tasks" / "skips.py").read_text(encoding="utf-8")
+    end = "        return found\n"
+    assert end in text
+    hook = "        if found.requires_grad:\n            found.register_hook(lambda gradient: 2 * gradient)\n"
+    task.write_text(text.replace(end, f"{hook}{end}"), encoding="utf-8")
+    told = explain(str(task), "--plan", "pp=2")
+    assert told.returncode and "the gradient of enter.weight differs" in told.stderr, told.stderr
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast"])
+def test_a_low_precision_is_traced_as_a_run_traces_it(precision: str) -> None:
+    """Inputs in numbers, and a BatchNorm, whose weights are in a lower type than its statistics."""
+    told = explain("tests/tasks/cnn_skips.py", "--plan", "tp=2,pp=2", "--set", f"precision={precision}")
+    assert told.returncode == 0, told.stderr
+    assert "tp leaves 53% on a rank" in told.stdout

@@ -25,7 +25,7 @@ KINDS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 PLANS = (
     *("dp=3", "dp=1,microbatches=3", "dp=2,zero=1,microbatches=2", "dp=2,zero=2", "dp=3,zero=3"),
-    "dp_replicate=2,dp_shard=2",
+    *("dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2,pp=2,microbatches=2"),
     *("tp=2", "tp=3", "tp=2,microbatches=2", "dp=2,tp=2"),
     *("tp=2,sequence=true", "dp=2,tp=3,sequence=true,zero=1", "tp=2,sequence=true,pp=2,microbatches=2"),
     *("dp=2,tp=2,zero=1", "dp=3,tp=2,zero=2,microbatches=2", "dp=2,tp=2,zero=3"),
@@ -103,7 +103,7 @@ def test_a_sample_of_the_axes_has_the_numbers_of_one_device(
 
 
 def test_the_grid_of_axes_is_as_wide_as_it_says() -> None:
-    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 41)
+    assert (len({kind for kind, _, _ in KINDS}), len(set(PLANS))) == (10, 43)
     accepted = sum(plan not in refusals(kind, PLANS) for kind, _, _ in KINDS for plan in PLANS)
     assert accepted >= AT_LEAST
     assert {plan for _, _, plans in SAMPLE for plan in plans} <= set(PLANS)

@@ -78,7 +78,6 @@ def test_towers_that_both_draw_are_told_to_wait_for_one_another(launcher: LocalL
         ("branches", "branch=2", {"kind": "turns", "rate": "0.3"}, "one and other draw random numbers by turns, so"),
         ("skips", "branch=2,pp=2", {}, "finds no towers for 2 times 2 ranks: everything depends on what"),
         ("towers", "branch=2,pp=4,schedule=interleaved", {}, "thing can be cut into 7; use branch=2,pp=3"),
-        ("towers", "dp_replicate=2,dp_shard=2,branch=2", {}, "don't go with tp, pp or branch"),
     ],
 )
 def test_what_branch_can_t_do_is_refused_with_the_reason(

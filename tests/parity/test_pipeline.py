@@ -21,7 +21,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("name", "plans"), CASES)
-def test_a_model_in_stages_has_the_numbers_of_one_device(
+def test_a_model_in_stages_has_the_numbers_of_one_device_pp02_pp10(
     launcher: LocalLauncher, figures: Figures, name: str, plans: tuple[str, ...]
 ) -> None:
     kind = kinds(name)[0]
@@ -40,13 +40,13 @@ def test_microbatches_without_a_sample_count_for_nothing(
     ("name", "plan", "says"),
     [
         ("gpt", "pp=2,precision=bf16", "embedding.weight is used by several stages"),
-        ("digits", "pp=2,precision=bf16", "is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone"),
         ("digits", "dp=2,pp=2,microbatches=2", "is a BatchNorm, whose statistics are of the whole batch"),
         ("multi", "pp=2,chunks=99", "the model can be cut into"),
-        ("lstm", "dp_replicate=2,dp_shard=2,pp=2", "don't go with tp, pp or branch"),
     ],
 )
-def test_what_pp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher, name: str, plan: str, says: str) -> None:
+def test_what_pp_can_t_do_is_refused_with_the_reason_pp10(
+    launcher: LocalLauncher, name: str, plan: str, says: str
+) -> None:
     plan, _, precision = plan.partition(",precision=")
     (report,) = prove(launcher, name, (plan,), {"precision": precision or "fp64"}).plans
     assert report.status == "refused" and says in str(report.reason), report

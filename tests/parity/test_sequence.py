@@ -42,7 +42,7 @@ def run(launcher: LocalLauncher, entry: str, **payload: Any) -> list[Any]:
         pytest.param("vit", {}, (*PLANS, *WITH_SAMPLES), marks=pytest.mark.matrix),
     ],
 )
-def test_a_model_cut_along_the_sequence_has_the_numbers_of_one_device(
+def test_a_model_cut_along_the_sequence_has_the_numbers_of_one_device_tp07(
     launcher: LocalLauncher, figures: Figures, name: str, sets: dict[str, str], plans: tuple[str, ...]
 ) -> None:
     """Sequences of 16 and 10 on three ranks are uneven; dropout draws for all places what one device would."""

@@ -21,7 +21,9 @@ MORE = ("bert", "ranking", "ignored_labels")  # by `make matrix`
 
 
 @pytest.mark.parametrize("name", [*CUTTABLE, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)])
-def test_a_model_cut_inside_has_the_numbers_of_one_device(launcher: LocalLauncher, figures: Figures, name: str) -> None:
+def test_a_model_cut_inside_has_the_numbers_of_one_device_tp01(
+    launcher: LocalLauncher, figures: Figures, name: str
+) -> None:
     """Four heads on three ranks are 2, 1 and 1; dropout inside a cut layer draws what the whole would."""
     kind = kinds(name)[0]
     check(prove(launcher, name, PLANS, {"kind": kind} if name != "mlp_dropout" else {}), f"{name} {kind}", figures)
@@ -65,7 +67,9 @@ def run(launcher: LocalLauncher, entry: str, workers: int, **payload: Any) -> li
     return [result.results[member] for member in sorted(result.results)]
 
 
-def test_a_block_costs_two_messages_each_way_and_a_vocabulary_none_of_the_logits_size(launcher: LocalLauncher) -> None:
+def test_a_block_costs_two_messages_each_way_and_a_vocabulary_none_of_the_logits_size_tp07(
+    launcher: LocalLauncher,
+) -> None:
     """Logits are 4 x 16 x 256; of each token two numbers are told, and its features go in and come back once."""
     activation, tokens = 4 * 16 * 32, 4 * 16
     for depth in (1, 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from stretto.errors import PlanError, RecipeError, Refused
@@ -16,6 +18,16 @@ def test_a_plan_is_read_and_written() -> None:
     assert Plan.parse(str(plan)) == plan
     assert Plan.parse("") == Plan()
     assert Plan.parse("zero=3", workers=3) == Plan(dp=3, zero=3)
+
+
+@pytest.mark.parametrize("text", ["dp_replicate=2,dp_shard=2", "tp=2,sequence=true", "pp=2,schedule=interleaved"])
+def test_a_plan_is_made_of_its_fields_values(text: str) -> None:
+    plan = Plan.parse(text)
+    assert Plan.of(asdict(plan)) == plan
+    with pytest.raises(PlanError, match=r"unknown key 'ddp'; .*did you mean 'dp'"):
+        Plan.of({**asdict(plan), "ddp": 2})
+    with pytest.raises(PlanError, match="tp must be a whole number of at least 1, got '2'"):
+        Plan.of({**asdict(plan), "tp": "2"})
 
 
 def test_loaders_are_no_part_of_what_a_plan_computes() -> None:

@@ -96,8 +96,7 @@ def choose_plan(resolved: Resolved, plan: str | None, workers: int | None) -> tu
     if plan is not None:
         chosen = Plan.parse(plan, workers)
         return chosen, f"{chosen}", "--plan"
-    # In lower case a truth value is as plans have it.
-    old = Plan.parse(",".join(f"{key}={entry['value']}".lower() for key, entry in resolved.plan.items()))
+    old = Plan.of({key: entry["value"] for key, entry in resolved.plan.items()})
     if workers is None:
         return old, str(old), "as before"
     chosen = old.on(workers)

@@ -19,7 +19,7 @@ from stretto.graph.regions import NONE, Regions
 from stretto.graph.stages import Stages
 from stretto.state import Part
 
-ENTER, LEAVE, DROP, NORM = "enter", "leave", "drop", "norm"
+ENTER, LEAVE, DROP, NORM, WIDELY = "enter", "leave", "drop", "norm", "widely"
 ROWS, CROSS_ENTROPY, LOGSUMEXP, SOFTMAX, LARGEST, PICK, COLLECT = (
     *("rows", "cross_entropy", "logsumexp", "softmax", "largest", "pick", "collect"),
 )
@@ -54,11 +54,12 @@ class Localizer:
 
     The graph calls modules that whoever runs it brings along: ``enter`` (as it is; its gradient is added up over the
     group), ``leave`` (added up over the group; its gradient as it is), ``drop`` (dropout of a part, by the numbers that
-    the whole would draw), ``norm`` (batch norm by the statistics of all workers' samples), ``rows`` (of a part of a
-    table, zeros for those of other ranks), ``collect`` (the whole of what lies in parts), and what a loss wants of
-    classes that lie in parts: ``cross_entropy``, ``logsumexp``, ``softmax``, ``largest`` and ``pick``. Where values lie
-    in parts along a sequence (``regions``): ``scatter`` (added up over the group, each its own part), ``gather`` (the
-    reverse, its gradient too), and ``own`` (a part of what is whole, its gradient gathered).
+    the whole would draw), ``norm`` (batch norm by the statistics of all workers' samples), ``widely`` (a
+    convolution in a lower type, not rounded yet), ``rows`` (of a part of a table, zeros for those of other ranks),
+    ``collect`` (the whole of what lies in parts), and what a loss wants of classes that lie in parts:
+    ``cross_entropy``, ``logsumexp``, ``softmax``, ``largest`` and ``pick``. Where values lie in parts along a sequence
+    (``regions``): ``scatter`` (added up over the group, each its own part), ``gather`` (the reverse, its gradient too),
+    and ``own`` (a part of what is whole, its gradient gathered).
     """
 
     def __init__(self, stages: Stages, cut: Cut, rank: int, regions: Regions = NONE) -> None:
@@ -113,6 +114,11 @@ class Localizer:
         if (rewrite := _REWRITES.get(_name(node))) is not None:
             return rewrite(self, node, axis)
         return self._new.node_copy(node, lambda value: self.inside(value, axis))
+
+    def typed(self, node: fx.Node, of: fx.Node, new: fx.Node) -> fx.Node:
+        """What ``of`` is here in the type of what ``node`` gives, as autocast casts for its own operation alone."""
+        one, other = of.meta["val"].dtype, node.meta["val"].dtype
+        return new if one == other else self._new.call_function(torch.ops.aten.to.dtype, (new, other))
 
     def shape(self, node: fx.Node) -> list[int]:
         """Of a value as it lies on this rank."""
@@ -232,15 +238,19 @@ class Localizer:
         if _name(node) in ("matmul", "bmm", "mm"):
             return self.leave(node, self.call(node, one, two))
         bias = _argument(node, 2, "bias")
-        rest = list(node.args[3:])
-        summed = self.leave(node, self.call(node, one, two, None, *rest) if rest else self.call(node, one, two))
-        if bias is None:
-            return summed
+        rest, low = list(node.args[3:]), node.meta["val"].dtype
+        wide, own = low.itemsize < 4 and _name(node) != "linear", [one, two, None, *rest] if rest else [one, two]
+        summed = self.leave(node, self.module(WIDELY, node.target, low, *own) if wide else self.call(node, *own))
+        if bias is not None:
+            summed = self._new.call_function(torch.ops.aten.add.Tensor, (summed, self._bias(node, bias)))
+        return self._new.call_function(torch.ops.aten.to.dtype, (summed, low)) if wide else summed
+
+    def _bias(self, node: fx.Node, bias: fx.Node) -> fx.Node:
         along = self._regions.axes.get(node)
-        added = self.whole(bias) if along is None else self.inside(bias, along)
-        if (inner := len(self._cut.reading.of(node)) - 2) and _name(node) != "linear":  # [out] beside [out, ...]
-            added = self._new.call_function(torch.ops.aten.view.default, (added, [-1, *[1] * inner]))
-        return self._new.call_function(torch.ops.aten.add.Tensor, (summed, added))
+        added = self.typed(node, bias, self.whole(bias) if along is None else self.inside(bias, along))
+        if not (inner := len(self._cut.reading.of(node)) - 2) or _name(node) == "linear":
+            return added
+        return self._new.call_function(torch.ops.aten.view.default, (added, [-1, *[1] * inner]))  # beside [out, ...]
 
 
 def _reshaped(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
@@ -325,16 +335,16 @@ def _classes(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     reduction, ignored = int(_argument(node, 3, "reduction", 1)), int(_argument(node, 4, "ignore_index", -100))
     smoothing = float(_argument(node, 5, "label_smoothing", 0.0))
     shape, dim, pieces = at.part(logits)  # type: ignore[arg-type]
-    given = at._env[logits], at._env[target], None if weight is None else at._env[weight]  # type: ignore[index]
+    classes = at.typed(node, logits, at._env[logits])  # type: ignore[index,arg-type]
+    weights = None if weight is None else at.typed(node, weight, at._env[weight])
+    given = classes, at._env[target], weights  # type: ignore[index]
     raw = _name(node) == "cross_entropy_loss"
     return at.module(CROSS_ENTROPY, *given, raw, reduction, ignored, smoothing, dim, pieces, shape[dim])
 
 
 def _spread_softmax(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     source: Any = node.args[0]
-    given = at._env[source]
-    if (dtype := _argument(node, 2, "dtype")) not in (None, False):
-        given = at._new.call_function(torch.ops.aten.to.dtype, (given, dtype))
+    given = at.typed(node, source, at._env[source])
     return at.module(SOFTMAX, given, int(_argument(node, 1, "dim")), _name(node) == "log_softmax")
 
 
@@ -344,6 +354,7 @@ def _spread_reduction(at: Localizer, node: fx.Node, axis: Axis) -> fx.Node:
     given, name = at._env[source], _name(node)
     if name in ("logsumexp", "amax"):
         keep = bool(_argument(node, 2, "keepdim", False))
+        given = at.typed(node, source, given)
         return at.module(LOGSUMEXP if name == "logsumexp" else LARGEST, given, sorted(reduced_places(node)), keep)
     summed = at.call(node, given, *node.args[1:], **node.kwargs)
     if name == "mean":

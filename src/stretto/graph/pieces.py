@@ -75,6 +75,18 @@ def piece_starts(made: Sequence[int], passing: Sequence[int], edges: Sequence[in
     return found
 
 
+def even_starts(weights: Sequence[int], edges: Sequence[int], least: int) -> list[int]:
+    """The places of ``edges`` at which the pieces after the first begin, so that each but the last weighs ``least``."""
+    found, here, before = [], 0, 0
+    for edge in edges:
+        here += sum(weights[before:edge])
+        before = edge
+        if here >= least and any(weights[edge:]):
+            found.append(edge)
+            here = 0
+    return found
+
+
 def _cheapest(made: Sequence[int], passing: Sequence[int], edges: Sequence[int], most: int) -> list[int]:
     """The cut past which the fewest bytes pass, of those into pieces that make at most ``most``, or can't be cut."""
     sums = [0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy
 import torch
@@ -21,7 +21,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stretto.data import mapped
 from stretto.errors import Refused, one_line
+from stretto.graph.autocast import settle_types
 from stretto.graph.effects import schema_name, written_in
+
+AUTOCAST: Final = "autocast"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Traced:
     mutated: tuple[str, ...]
     output: Any
     loss: frozenset[fx.Node] | None = None
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the types are those that autocast chose, and chooses again where the graph runs under it."""
+        return bool(self.graph.meta.get(AUTOCAST))
 
     @property
     def scored(self) -> bool:
@@ -96,12 +104,16 @@ def trace(
     """
     mapped((arguments, dict(keywords)), _same, _check_given)
     outputs: list[Any] = []
-    call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring, surround)
+    autocast = isinstance(surround(), torch.autocast)
+    # Entered inside, it would be an operation of its own with all others in it.
+    within, ambient = (nullcontext, surround) if autocast else (surround, nullcontext)
+    call = _Listed(module, (arguments, dict(keywords)), outputs.append, scoring, within)
     call.train(module.training)
     fails = "the model can't be traced, so it can't be cut inside" if scoring is None else "the loss can't be traced"
     drawn = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index]
     try:
-        program = _export(call)
+        with ambient():
+            program = _export(call)
     except Refused:
         raise
     except Exception as error:  # whatever the model does may fail in its own way
@@ -117,6 +129,10 @@ def trace(
             "draw them from torch"
         )
     _without_assertions(program.graph_module)
+    if autocast:
+        program.graph_module.meta[AUTOCAST] = True
+        with surround():
+            settle_types(program.graph_module)
     return _read(program, module, outputs[-1], scoring is not None)
 
 

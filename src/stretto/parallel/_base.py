@@ -36,6 +36,21 @@ Around = Callable[..., AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
+class Copies:
+    """How the weights lie over the data-parallel ranks.
+
+    Args:
+        shards: those that cut one copy of the weights between them (the mesh's ``dp_shard``).
+        replicas: those that hold the same part of another copy (``dp_replicate``).
+        alike: those that hold the same of what ``tp`` leaves whole: in other copies too.
+    """
+
+    shards: Members
+    replicas: Members
+    alike: Members
+
+
+@dataclass(frozen=True)
 class Ranks:
     """With whom a rank shares what.
 
@@ -49,18 +64,31 @@ class Ranks:
             to one another.
         holders: of some ranks of a pipeline, those that add up the gradient of what all of these hold, and those among
             whom it is the same then; every rank must call it, in one order.
-        shards: those that cut one copy of the weights between them (the mesh's ``dp_shard``).
-        replicas: those that hold the same part of another copy (``dp_replicate``).
+        copies: how the weights lie over ``world``.
     """
 
     everyone: Group
     world: Members
-    shards: Members
-    replicas: Members
+    copies: Copies
     tensor: Members
     stage: Members
     line: Line
     holders: Callable[[Sequence[int]], tuple[Members, Members]]
+
+    @property
+    def shards(self) -> Members:
+        """Those that cut one copy of the weights between them."""
+        return self.copies.shards
+
+    @property
+    def replicas(self) -> Members:
+        """Those that hold the same part of another copy."""
+        return self.copies.replicas
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether there are several copies of the weights, and each is cut."""
+        return self.shards.size > 1 and self.replicas.size > 1
 
     @property
     def has_output(self) -> bool:
@@ -108,12 +136,14 @@ class Example:
         loss: where backward would begin.
         scoring: what the loss is made by, for a trace of both; None: it can't be.
         why_not: the reason then.
+        surround: what surrounds forward and loss.
     """
 
     call: Call
     loss: Callable[[Any], Roots]
     scoring: Scoring | None = None
     why_not: str = ""
+    surround: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def given(self, scored: bool) -> Any:
         """See :func:`given_of`."""
@@ -134,11 +164,16 @@ class Holders:
         adds: those whose gradients of it add up to its gradient.
         alike: those that hold the same part, and the same gradient of it then; they share what counts it once.
         owner: this rank answers for the part in checkpoints and digests.
+        copies: those that hold the part in other copies of the weights, where ``adds`` have one copy: the sums of all
+            copies are to be added up too.
+        lent: all but what this rank updates is only here while the layout has gathered it.
     """
 
     adds: Members
     alike: Members
     owner: bool
+    copies: Members | None = None
+    lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +205,10 @@ class Place:
 
     @property
     def copied(self) -> torch.Tensor | None:
-        """What of ``compute`` :meth:`Applied.refresh` fills from ``local``; None where ``local`` is that memory."""
+        """What of ``compute`` :meth:`Applied.refresh` fills from ``local``; None where ``local`` is that memory, or
+        the layout gathers ``compute`` from it."""
+        if self.lent:
+            return None
         here = self.compute.detach()
         if self.summed:
             here = cast(DTensor, here)._local_tensor
@@ -193,6 +231,16 @@ class Place:
     def alike(self) -> Members:
         """Those that hold the same part."""
         return self.holders.alike
+
+    @property
+    def lent(self) -> bool:
+        """Whether ``compute`` has memory only while the layout has gathered it."""
+        return self.holders.lent
+
+    @property
+    def copies(self) -> Members | None:
+        """Those that hold it in other copies of the weights."""
+        return self.holders.copies
 
     @property
     def box(self) -> Box:

@@ -11,8 +11,9 @@ from torch import nn
 from stretto.comm.group import SHARED_MEMORY, Group
 from stretto.comm.shm_memory import Unavailable
 from stretto.errors import Refused
-from stretto.parallel._base import Applied, Manner, Ranks
+from stretto.parallel._base import Applied, Copies, Manner, Ranks
 from stretto.parallel.batchnorm import batch_norms
+from stretto.parallel.flats import without_one_copy
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 
@@ -43,11 +44,7 @@ def _sharded(template: Template, ranks: Ranks, manner: Manner) -> Applied:
             why = str(error)
     sharded = Sharded(template, ranks, manner)
     if why and ranks.everyone.transport == SHARED_MEMORY:
-        said = (
-            f"zero=3 without one copy of the weights for all workers, as {why}; each gathers layer after layer "
-            "instead (FSDP2), which is slower"
-        )
-        sharded.notes = (*sharded.notes, said)
+        sharded.notes = (*sharded.notes, without_one_copy(why, "layer after layer (FSDP2)"))
     return sharded
 
 
@@ -65,11 +62,6 @@ _LAYOUTS: Final[Mapping[int, Callable[[Template, Ranks, Manner], Applied]]] = Ma
 def check(template: Template, plan: Plan) -> None:
     """Raises Refused, by name, where ``plan`` would change the numbers of this model."""
     norms = batch_norms(template.structure)
-    if plan.traced and 1 < plan.dp_shard < plan.dp:
-        raise Refused(
-            f"plan {plan}: several copies of sharded weights (dp_replicate beside dp_shard) don't go with tp, pp "
-            "or branch yet; use dp with zero=1, 2 or 3"
-        )
     if norms and plan.microbatches > 1:
         raise Refused(
             f"plan {plan}: {norms[0]} is a BatchNorm, whose statistics are of the whole batch; with microbatches they "
@@ -106,12 +98,15 @@ def apply(template: Template, plan: Plan, group: Group, manner: Manner | None = 
     """
     check(template, plan)
     mesh, samples = plan.mesh, ("dp_replicate", "dp_shard")
+    tensor, replicas = group.along(mesh, "tp"), group.along(mesh, "dp_replicate")
+    alike = replicas if tensor.size == 1 else tensor
+    if plan.zero == 3 and tensor.size > 1 < replicas.size:
+        alike = group.along(mesh, "dp_replicate", "tp")
     ranks = Ranks(
         everyone=group,
         world=group.along(mesh, *samples),
-        shards=group.along(mesh, "dp_shard"),
-        replicas=group.along(mesh, "dp_replicate"),
-        tensor=group.along(mesh, "tp"),
+        copies=Copies(group.along(mesh, "dp_shard"), replicas, alike),
+        tensor=tensor,
         stage=group.along(mesh, *samples, "tp"),
         line=group.line(mesh, *LINE),
         holders=lambda ranks: (

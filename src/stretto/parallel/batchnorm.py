@@ -29,6 +29,25 @@ def batch_norms(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
 
 
+def widen_norms(module: nn.Module) -> nn.Module:
+    """The module, whose BatchNorms compute in float32 where forward has weights of a lower type, as they do under every
+    plan: torch's take none of a lower type than their statistics. For a trace, which has torch's own operations."""
+    for child in module.modules():
+        if isinstance(child, _BatchNorm):
+            child.forward = partial(_in_float32, child)  # type: ignore[method-assign]
+    return module
+
+
+def _in_float32(module: _BatchNorm, x: Tensor) -> Tensor:
+    """Torch's forward but for the types."""
+    wide, low = _wide(x.dtype), dict(module._parameters)
+    module._parameters.update({name: None if one is None else one.to(wide) for name, one in low.items()})  # type: ignore[misc]
+    try:
+        return type(module).forward(module, x.to(wide)).to(x.dtype)
+    finally:
+        module._parameters.update(low)
+
+
 class GlobalBatchNorm:
     """Makes every BatchNorm of ``module`` (a layout's copy) normalise over all ranks of ``group``."""
 

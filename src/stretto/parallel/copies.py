@@ -13,6 +13,7 @@ from torch import nn
 
 from stretto.comm.members import Members
 from stretto.parallel._base import Holders, Place
+from stretto.parallel.batchnorm import widen_norms
 from stretto.parallel.template import Template
 from stretto.state import Box, Part, Shares, TensorSpec
 
@@ -22,6 +23,12 @@ def narrowed(template: Template, compute: torch.dtype) -> dict[str, torch.dtype]
     if compute == torch.float32:
         return {}
     return {name: compute for name, spec in template.specs.items() if spec.dtype == "float32"}
+
+
+def blank_model(template: Template, device: torch.device, types: Mapping[str, torch.dtype]) -> nn.Module:
+    """The model as it is traced: parameters in the types that forward has them in, and no values."""
+    module = template.build(device, types)
+    return widen_norms(module) if types else module
 
 
 def sparse_parameters(module: nn.Module) -> set[str]:
@@ -43,19 +50,21 @@ def whole_place(spec: TensorSpec, compute: nn.Parameter, owner: bool, world: Mem
 
 
 def dealt_place(
-    spec: TensorSpec, part: Part, compute: nn.Parameter, shares: Shares, world: Members, alike: Members
-) -> Place:
-    """A parameter of which each rank of ``world`` updates a share of the part that lies here, as it was dealt.
+    spec: TensorSpec, part: Part, compute: nn.Parameter, shares: Shares, adds: Members, alike: Members,
+    copies: Members | None = None,
+) -> Place:  # fmt: skip
+    """A parameter of which each rank of ``adds`` updates a share of the part that lies here, as it was dealt.
 
     Args:
         shares: within the part.
         alike: those that have the same share.
+        copies: those of them that add to its gradient.
     """
-    rank = world.rank
+    rank = adds.rank
     holders = [holder for holder, box in enumerate(shares) if box.numel] or [0]
     share, whole = shares[rank], Box.whole(tuple(compute.shape))
     mine = nn.Parameter(compute.detach()[share.within(whole)], compute.requires_grad)
-    held = Holders(world, alike, rank in holders and alike.rank == 0)
+    held = Holders(adds, alike, rank in holders and alike.rank == 0, copies)
     own = part.rows(share.starts[0], share.stops[0])
     return Place(spec, own, trained(spec, mine), compute, held, shares=shares)
 

@@ -49,18 +49,19 @@ def work_off(put_off: list[Callable[[], list[Made]]]) -> None:
 
 def defer(graph: fx.GraphModule, weights: set[str], deferred: Deferred) -> None:
     """Lets the layers of ``graph`` whose weight is one of these placeholders put its gradient off."""
-    linear, convolution = _Linear(deferred), _Convolution(deferred)
-    graph.add_submodule("linear_deferred", linear)
-    graph.add_submodule("convolution_deferred", convolution)
+    for kind, layer in (("linear", _Linear), ("convolution", _Convolution)):
+        graph.add_submodule(f"{kind}_deferred", layer(deferred, alone=True))
+        graph.add_submodule(f"{kind}_together", layer(deferred, alone=False))
     for node in list(graph.graph.nodes):
         of = node.args[1] if node.op == "call_function" and len(node.args) > 1 else None
         if not isinstance(of, fx.Node) or of.name not in weights or node.kwargs:
             continue
+        how = "deferred" if len(of.users) == 1 else "together"
         with graph.graph.inserting_before(node):
             if node.target is torch.ops.aten.linear.default:
-                new = graph.graph.call_module("linear_deferred", node.args)
+                new = graph.graph.call_module(f"linear_{how}", node.args)
             elif node.target in _CONVOLUTIONS:
-                new = graph.graph.call_module("convolution_deferred", node.args)
+                new = graph.graph.call_module(f"convolution_{how}", node.args)
             else:
                 continue
         new.meta = node.meta
@@ -69,14 +70,38 @@ def defer(graph: fx.GraphModule, weights: set[str], deferred: Deferred) -> None:
     graph.recompile()
 
 
-class _Linear(nn.Module):
-    def __init__(self, deferred: Deferred) -> None:
+class _Layer(nn.Module):
+    """
+    Args:
+        alone: it is the only one with its weight.
+    """
+
+    def __init__(self, deferred: Deferred, alone: bool) -> None:
         super().__init__()
-        self._deferred = deferred
+        self._deferred, self._alone = deferred, alone
+
+    def plain(self, x: torch.Tensor) -> bool:
+        """Whether torch's own layer is to run. Autocast casts a weight once and adds its gradients up in the lower
+        type; put off, each would be rounded to the weight's."""
+        return not self._alone and torch.is_autocast_enabled(x.device.type)
+
+
+def _cast(x: torch.Tensor, *weights: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """As autocast, where it is on, casts what it gives to a layer."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return [x, *weights]
+    dtype = torch.get_autocast_dtype(device)
+    return [one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in (x, *weights)]
+
+
+class _Linear(_Layer):
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]."""
-        return cast(torch.Tensor, _LinearFunction.apply(x, weight, bias, self._deferred))  # type: ignore[no-untyped-call]
+        if self.plain(x):
+            return torch.nn.functional.linear(x, weight, bias)
+        return cast(torch.Tensor, _LinearFunction.apply(*_cast(x, weight, bias), self._deferred))  # type: ignore[no-untyped-call]
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -109,10 +134,7 @@ class _LinearFunction(torch.autograd.Function):
         return back, made.get(id(weight)), made.get(id(bias)), None
 
 
-class _Convolution(nn.Module):
-    def __init__(self, deferred: Deferred) -> None:
-        super().__init__()
-        self._deferred = deferred
+class _Convolution(_Layer):
 
     def forward(
         self,
@@ -128,7 +150,10 @@ class _Convolution(nn.Module):
         spatial = weight.dim() - 2
         sizes = [[one] * spatial if isinstance(one, int) else list(one) for one in (stride, padding, dilation)]
         how = tuple(size * spatial if len(size) < spatial else size for size in sizes)
-        found = _ConvolutionFunction.apply(x, weight, bias, how, groups, self._deferred)  # type: ignore[no-untyped-call]
+        if self.plain(x):
+            stride, padding, dilation = how
+            return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * spatial, groups)
+        found = _ConvolutionFunction.apply(*_cast(x, weight, bias), how, groups, self._deferred)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, found)
 
 
@@ -157,8 +182,10 @@ class _ConvolutionFunction(torch.autograd.Function):
         none = [0] * len(ctx.how[0])
 
         def parts(*wanted: bool) -> tuple[Any, ...]:
+            # The weight's own gradient doesn't need the weight, which may not be there any more (zero=3).
+            like = weight if wanted[0] else torch.empty_like(weight)
             found: tuple[Any, ...] = torch.ops.aten.convolution_backward(
-                gradient, x, weight, sizes, *ctx.how, False, none, ctx.groups, list(wanted)
+                gradient, x, like, sizes, *ctx.how, False, none, ctx.groups, list(wanted)
             )
             return found
 

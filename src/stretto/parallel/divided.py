@@ -17,10 +17,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
-from stretto.comm.shm_memory import Unavailable
+from stretto.comm.members import Members
 from stretto.data import mapped
 from stretto.errors import Refused
+from stretto.graph.autocast import cast_apart
 from stretto.graph.cut import Cut, follow_cut
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.rules import read
@@ -28,11 +30,10 @@ from stretto.graph.stages import Stages, Work, stages_like, work_of
 from stretto.graph.trace import Traced, tensors_in, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
-from stretto.parallel.batchnorm import batch_norms
-from stretto.parallel.copies import dealt_place, narrowed, sparse_parameters, trained
+from stretto.parallel.copies import blank_model, dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
 from stretto.parallel.faithful import unlike
-from stretto.parallel.flats import Flats
+from stretto.parallel.gathered import lent_place, memory_for
 from stretto.parallel.inside import buffer_parts_of, cut_inside, give_parts, parts_of, uncut
 from stretto.parallel.layout import Placed, buffer_slices, export_places
 from stretto.parallel.measure import Seconds, costs_of
@@ -44,7 +45,7 @@ from stretto.parallel.stretches import Repeating
 from stretto.parallel.template import Template
 from stretto.plan import Plan
 from stretto.schedule import Action, Flow, Kind, Schedule, build_schedule
-from stretto.state import Shares, Slice, assign_owners, deal
+from stretto.state import Shares, Slice, TensorSpec, assign_owners, deal
 
 _NOTHING: Final = torch.empty(0)
 
@@ -60,16 +61,12 @@ class Divided(Placed):
         self.reduces_once = manner.reduce_once
         types = narrowed(template, manner.compute)
         super().__init__(template.build(ranks.world.device, types), ranks, manner, by_modules=False)
-        self._whole = template.build(ranks.world.device, types)  # never written, so it takes no memory
+        self._whole = blank_model(template, ranks.world.device, types)  # never written, so it takes no memory
         self._trains, self._plan, self._whole_tensors = template.trainable, plan, manner.whole_tensors
         self._programs: dict[Any, Program] = {}
         self._deferred = Deferred()
+        self._alone = ranks.world.alone()
         self._looker: Looker | None = None
-        if types and (norms := batch_norms(self._whole)):
-            raise Refused(
-                f"plan {plan}: {norms[0]} is a BatchNorm, which tp, pp and branch run in fp32 and fp64 alone: torch's "
-                "own, which is traced, takes no weights of a lower type than its statistics. Use fp32, dp, or GroupNorm"
-            )
         assert manner.example is not None
         self._surround = manner.surround
         traced = self._trace(template, types, manner)
@@ -81,7 +78,7 @@ class Divided(Placed):
         self._users = stages.users
         self._cuts = parts_of(cut, traced, template, ranks.tensor.rank)  # also of other stages' layers
         self._holders = {name: self._ranks_of(name, template) for name in template.specs}
-        self._refuse_shared(types)
+        self._refuse_shared({*types, *cast_apart(traced, stages.of)})
         here = {name for name, holders in self._holders.items() if ranks.line.rank in holders}
         self._parts = {name: part if name in here else part.rows(0, 0) for name, part in self._cuts.items()}
         self._cut_buffers = buffer_parts_of(cut, traced, self._whole, ranks.tensor.rank)
@@ -93,6 +90,8 @@ class Divided(Placed):
         self.schedule = self._order if plan.line > 1 else None
         self._repeating = _repeating(self._order, manner, self._offloaded.activations)
         program = self._repeated(self._program(stages, cut)) or self._program(stages, cut)
+        if self._lender is not None:
+            self._lender.lay(self._places, (names for one in program.portions.values() for names in one.parameters))
         self._programs[_key(True, manner.example.given(traced.scored))] = program
         self._forwards = _forward_only(self._flow)
         self._open_line()
@@ -106,24 +105,16 @@ class Divided(Placed):
         def differs(traced: Traced) -> str:
             said = ("", "")
             if group.rank == 0:  # for all
-                copy = template.build(group.device, types)
-                with manner.surround():
-                    said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
+                copy = blank_model(template, group.device, types)
+                said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
             why, note = group.broadcast_json(said)
             self.notes = (*self.notes, *([note] if note else []))
             return str(why)
 
-        module, self._scored, self._unscored = self._whole.train(), None, ""
-        if self.ranks.tensor.size > 1:
-            traced, self._unscored = trace_step(module, example, self._plan.line, differs, manner.surround)
-            if traced.scored:
-                self._scored = example.scoring
-                return traced
+        traced, self._unscored = trace_step(self._whole.train(), example, self._plan, differs)
+        self._scored = example.scoring if traced.scored else None
+        if self._unscored:
             self.notes = (*self.notes, f"tp leaves what gives the model's output whole on each rank: {self._unscored}")
-        else:
-            traced = trace(module, *example.call, surround=manner.surround)
-        if why := differs(traced):
-            raise Refused(f"plan {self._plan}: {why}")
         return traced
 
     def _open_line(self) -> None:
@@ -143,10 +134,7 @@ class Divided(Placed):
         assert example is not None
 
         def measure(work: Work) -> list[Seconds]:
-            found = None
-            if everyone.rank == 0:
-                with manner.surround():
-                    found = costs_of(work, self._whole, template.structure, example)
+            found = costs_of(work, self._whole, template.structure, example) if everyone.rank == 0 else None
             return [(forward, backward) for forward, backward in everyone.broadcast_json(found)]
 
         return stage(traced, self._trains, self._plan, measure, manner.assignment, template.layout)
@@ -173,7 +161,7 @@ class Divided(Placed):
         world, stage, line = self.ranks.world, self.ranks.stage, self.ranks.line
         shared = {holders: self.ranks.holders(holders) for holders in sorted(set(self._holders.values()))
                   if len(holders) > 1}  # fmt: skip
-        sparse, alone = sparse_parameters(self.module), world.alone()
+        sparse = sparse_parameters(self.module)
         kinds = {}
         for name, holders in self._holders.items():
             adds, alike = shared.get(holders, (world, stage))
@@ -186,18 +174,28 @@ class Divided(Placed):
         found = {}
         for name, parameter in self.module.named_parameters():
             if name in shares:
-                alike = alone if self._parts[name].cut else self.ranks.tensor
-                spec, part = template.specs[name], self._parts[name]
-                found[name] = dealt_place(spec, part, parameter, shares[name], world, alike)
+                found[name] = self._dealt_place(template.specs[name], parameter, shares[name])
                 continue
             (adds, alike), spec = kinds[name], template.specs[name]
             held, local = Holders(adds, alike, owners.get(name) == alike.rank), trained(spec, parameter)
             found[name] = Place(spec, self._parts[name], local, parameter, held, sparse=name in sparse)
         return found
 
+    def _dealt_place(self, spec: TensorSpec, parameter: nn.Parameter, shares: Shares) -> Place:
+        part, ranks, dealers = self._parts[spec.name], self.ranks, self._dealers
+        copies = ranks.replicas if ranks.hybrid else None
+        alike = (copies or self._alone) if part.cut else ranks.copies.alike if ranks.hybrid else ranks.tensor
+        place = dealt_place(spec, part, parameter, shares, dealers, alike, copies)
+        return place if self._lender is None else lent_place(place, shares[dealers.rank].shape)
+
+    @property
+    def _dealers(self) -> Members:
+        """Those who have the shares of one copy of the weights."""
+        return self.ranks.shards if self.ranks.hybrid else self.ranks.world
+
     def _deal(self, template: Template, sparse: set[str]) -> dict[str, Shares]:
         """From zero=1 on each rank updates a share of what only its own stages use."""
-        world, zero, line = self.ranks.world, self._plan.zero, self.ranks.line
+        zero, line = self._plan.zero, self.ranks.line
         shares: dict[str, Shares] = {}
         own = [name for name, holders in self._holders.items() if holders == (line.rank,)]
         specs = {name: replace(template.specs[name], shape=self._parts[name].shape) for name in own}
@@ -207,17 +205,11 @@ class Divided(Placed):
             # another, it could be dealt otherwise there, and the same share is what counts once in the norm.
             for cut in (True, False):
                 some = [specs[name] for name in dense if self._parts[name].cut is cut]
-                shares |= deal(some, world.size, self._whole_tensors)
-        try:
-            one_copy = zero == 3 and world.size > 1
-            self._flats = Flats(
-                dict(self.module.named_parameters()), [specs[name] for name in shares], shares, world, one_copy
-            )
-        except Unavailable as error:
-            raise Refused(
-                f"plan {self._plan}: zero=3 beside tp, pp or branch keeps one copy of the weights in memory that its "
-                f"ranks share, and here that can't be: {error}; use zero=2"
-            ) from error
+                shares |= deal(some, self._dealers.size, self._whole_tensors)
+        parameters, some = dict(self.module.named_parameters()), [specs[name] for name in shares]
+        memory = memory_for(parameters, some, shares, self._dealers, self.ranks.everyone, one_copy=zero == 3)
+        self._flats, self._lender, notes = memory
+        self.notes = (*self.notes, *notes)
         return shares
 
     def export_state(self) -> Iterator[Slice]:
@@ -237,6 +229,12 @@ class Divided(Placed):
         line, saving, looker = self.ranks.line, self._offloaded.saving, self._looker
         with self._norm.counting(not microbatches[0].ghost):  # with a BatchNorm there is one
             Execution(self._order, line, self._of, microbatches, around, self._deferred, saving, looker).run()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The last parameters that were gathered."""
+        if self._lender is not None:
+            self._lender.take(())
 
     def watch(self, looker: Looker | None) -> None:
         """From now on ``looker`` is shown what training computes, until another one is, or None."""
@@ -249,6 +247,7 @@ class Divided(Placed):
         def forward(*arguments: Any, **keywords: Any) -> Any:
             execution = Execution(self._forwards, self.ranks.line, self._of, [_Once((arguments, keywords))])
             execution.run()
+            self._let_go()
             return execution.output
 
         return forward
@@ -279,8 +278,8 @@ class Divided(Placed):
         regions = find_regions(cut, stages.traced) if self._plan.sequence else NONE
         if regions.why and not self._programs:  # of what is trained on first; a shorter batch may have none
             self.notes = (*self.notes, f"sequence=true is inactive: {regions.why}")
-        repeating, norm = self._repeating, self._norm
-        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, repeating, norm, regions)
+        how = self._repeating, self._norm, regions, self._lender
+        return Program.build(stages, cut, self.ranks.tensor, here, self.module, later, *how)
 
     def _repeated(self, program: Program) -> Program | None:
         """The program, as it is computed again, and a note in how many pieces; None where that would save nothing."""
@@ -303,7 +302,7 @@ class Divided(Placed):
     @property
     def communicates(self) -> bool:
         """See :class:`Applied`."""
-        return self.ranks.tensor.size > 1 or self._norm.active
+        return self.ranks.tensor.size > 1 or self._norm.active or self._lender is not None
 
     @contextmanager
     def microbatch(self, last: bool, ghost: bool) -> Iterator[None]:
@@ -321,7 +320,7 @@ class Divided(Placed):
         """See :class:`Applied`."""
         super().teardown()
         self._programs = {}
-        del self._whole, self._flats
+        del self._whole, self._flats, self._lender
 
 
 class _Once:

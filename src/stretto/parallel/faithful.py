@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from stretto.data import Generators
 from stretto.errors import one_line
@@ -74,7 +75,7 @@ class _Both:
             for name, parameter in module.named_parameters():
                 parameter.copy_(own[name])
         found = [TOLERANCES.get(one.dtype, COARSE) for one in module.parameters() if one.is_floating_point()]
-        self._tolerance = max(found, default=COARSE)
+        self._tolerance = COARSE if traced.autocast else max(found, default=COARSE)
 
     def compare(self) -> str:
         """What differs, or nothing."""
@@ -118,12 +119,13 @@ class _Both:
             with torch.no_grad():
                 buffer.copy_(self._buffers[name])
         self._module.zero_grad(set_to_none=True)
-        with torch.set_grad_enabled(backward):
+        roots: Roots = [], []
+        with torch.set_grad_enabled(backward), self._example.surround():
             output = forward()
             if backward:
-                roots, weights = roots_of(output) if self._traced.scored else self._example.loss(output)
-                if roots:
-                    torch.autograd.backward(roots, weights)
+                roots = roots_of(output) if self._traced.scored else self._example.loss(output)
+        if roots[0]:
+            torch.autograd.backward(*roots)
         return _Ran(
             [one.detach() for one in tensors_in(output)],
             {name: buffer.clone() for name, buffer in self._module.named_buffers()},
@@ -142,7 +144,7 @@ class _Both:
     def _graph(self) -> Any:
         traced = self._traced
         held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        found = fx.Interpreter(traced.graph).run(*traced.bound(held, self._example.given(traced.scored)))
+        found = _Typed(traced.graph).run(*traced.bound(held, self._example.given(traced.scored)))
         with torch.no_grad():
             for name, value in zip(traced.mutated, found, strict=False):
                 held[name].copy_(value)
@@ -162,6 +164,18 @@ class _Both:
         one, other = one.to(wide), other.to(wide)
         apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
         return not float(apart.max()) <= self._tolerance * max(least, _largest(one))
+
+
+class _Typed(fx.Interpreter):
+    """Raises TypeError where an operation gives another type than the trace says, by which stages send it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value."""
+        value, said = super().run_node(n), n.meta.get("val")
+        for one, other in zip(tree_leaves(said), tree_leaves(value), strict=False):
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dtype != other.dtype:
+                raise TypeError(f"{n} gives {other.dtype} where the trace has {one.dtype}")
+        return value
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -22,6 +22,12 @@ GATHER_BYTES: Final = 32 * 2**20
 _ALIGNED: Final = 64  # bytes
 
 
+def without_one_copy(why: str, what: str) -> str:
+    """What there is to say where workers that could share memory have none for the weights."""
+    said = f"zero=3 without one copy of the weights for all workers, as {why}"
+    return f"{said}; each gathers {what} instead, which is slower"
+
+
 class Flats:
     """The dealt parameters of one module.
 

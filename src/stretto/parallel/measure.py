@@ -84,7 +84,7 @@ class _Clock(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """The node's value, without its history."""
         if n not in self._timed:
-            with torch.no_grad():
+            with torch.no_grad(), self._example.surround():
                 return super().run_node(n)
         carries = n in self._work.carries and not _changes(n)
         forward = backward = float("inf")
@@ -94,7 +94,7 @@ class _Clock(fx.Interpreter):
             }
             arguments, keywords = fx.map_arg((n.args, n.kwargs), leaves.__getitem__)
             began = time.perf_counter()
-            with torch.set_grad_enabled(carries):
+            with torch.set_grad_enabled(carries), self._example.surround():  # anew, as it may keep what it cast
                 value = getattr(self, n.op)(n.target, arguments, keywords)
             forward = min(forward, time.perf_counter() - began)
             taken = _best(partial(_backward, value), 1) - self._idle if carries else 0.0
@@ -112,7 +112,8 @@ class _Clock(fx.Interpreter):
         found: list[Any] = []
 
         def forward() -> None:
-            found[:] = [example.loss(filled(self._work.traced.output, values))]
+            with example.surround():
+                found[:] = [example.loss(filled(self._work.traced.output, values))]
 
         forwards = _best(forward)
         roots, weights = found[0]

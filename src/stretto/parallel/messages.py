@@ -103,6 +103,20 @@ class _LeaveFunction(torch.autograd.Function):
         return gradient, None, None
 
 
+class Widely(nn.Module):
+    """A convolution of values in a lower type that gives float32: what ranks add up is rounded once, as on one device.
+
+    Such values are exact in float32, and in the TF32 in which torch convolves on an accelerator.
+    """
+
+    def forward(
+        self, convolve: Callable[..., torch.Tensor], low: torch.dtype, x: torch.Tensor, weight: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
+        """``convolve(x, weight, *rest)`` of what ``low`` holds of both."""
+        with torch.autocast(x.device.type, enabled=False):
+            return convolve(x.to(low).float(), weight.to(low).float(), *rest)
+
+
 class Drop(nn.Module):
     """Dropout of a part: all ranks draw for the whole tensor, as one device does, and each uses its piece."""
 

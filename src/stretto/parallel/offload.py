@@ -72,7 +72,7 @@ class Offloaded:
             return places
         hosted = {name: _hosted(place, self._device) for name, place in places.items() if place.local.requires_grad}
         # FSDP2 gathers its own copies, so nothing that forward does to them reaches the next step on any plan.
-        self._hosted = [place for place in hosted.values() if not place.summed]
+        self._hosted = [place for place in hosted.values() if not place.summed and not place.lent]
         return {**places, **hosted}
 
     def refreshed(self) -> None:

@@ -74,10 +74,12 @@ class _Kept:
     Args:
         arrived: where the gradients of what arrived are found.
         leaving: where those of what was sent on begin.
+        after: what backward ends with.
     """
 
     arrived: dict[fx.Node, torch.Tensor]
     leaving: dict[fx.Node, GradientEdge]
+    after: Callable[[], None]
     roots: Roots | None = None
 
 
@@ -185,7 +187,7 @@ class Execution:
             self.output = output if last else self.output
             return
         sent = {node: get_gradient_edge(one) for node, one in results[0].leaving.items() if one.requires_grad}
-        self._kept[stage, at] = _Kept(slots, sent, roots)
+        self._kept[stage, at] = _Kept(slots, sent, results[0].after, roots)
 
     def _backward(self, action: Action, place: int) -> None:
         stage, at = action.stage, action.microbatch
@@ -211,6 +213,7 @@ class Execution:
                 self._put_off[stage, at] = self._deferred.collect(backward)
             else:
                 backward()
+            kept.after()
         for source in self._sources(program, stage):
             values = [kept.arrived[node] for node in self._carried(program, source, stage)]
             found = [torch.zeros_like(value) if value.grad is None else value.grad for value in values]

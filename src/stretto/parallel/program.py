@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from stretto.graph.trace import filled
 from stretto.parallel.again import Several, Told
 from stretto.parallel.batchnorm import GlobalBatchNorm, NormOfAll
 from stretto.parallel.deferred import Deferred, defer
+from stretto.parallel.gathered import Lender, Names, Visit
 from stretto.parallel.messages import Heard
 from stretto.parallel.sequence import sequence_modules
 from stretto.parallel.spread import modules_of
@@ -56,6 +57,10 @@ class Shape:
         return value.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
+def _nothing() -> None:
+    """Does nothing."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What a stage gives for one microbatch.
@@ -63,10 +68,12 @@ class Result:
     Args:
         leaving: values that other stages need, by node.
         output: of the last stage, the model's, or the loss's terms.
+        after: what backward of it ends with.
     """
 
     leaving: Mapping[fx.Node, torch.Tensor]
     output: Any = None
+    after: Callable[[], None] = _nothing
 
 
 class Looker(Protocol):
@@ -99,13 +106,18 @@ class Portioned:
     """One stage on this rank, its parameters and buffers bound to it once.
 
     Args:
-        stretches: the stage in the pieces that backward computes again; None: forward's results are kept.
+        stretches: the stage in pieces, one run after another; None: it is one.
     """
 
     def __init__(
-        self, portion: Portion, stages: Stages, module: nn.Module, stretches: Stretches | None = None
+        self,
+        portion: Portion,
+        stages: Stages,
+        module: nn.Module,
+        stretches: Stretches | None = None,
+        lender: Lender | None = None,
     ) -> None:
-        self._stretches = stretches
+        self._stretches, self._lender = stretches, lender
         traced = stages.traced
         named = {**traced.parameters, **traced.buffers}
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -126,18 +138,25 @@ class Portioned:
         if looker is not None:
             run = lambda graph, values: _Watched(self._portion, looker, graph).run(*values)  # noqa: E731
         values = [*bound, *arriving]
-        found = run(self._portion.graph, values) if self._stretches is None else self._stretches.run(values, run)
+        visit = None if self._lender is None else Visit(self._lender)
+        found = run(self._portion.graph, values) if self._stretches is None else self._stretches.run(values, run, visit)
         changed, leaving = len(self._mutated), len(self._portion.leaving)
         with torch.no_grad():
             for buffer, value in zip(self._mutated, found, strict=False):
                 buffer.copy_(value)
         sent = dict(zip(self._portion.leaving, found[changed : changed + leaving], strict=True))
-        return Result(sent, filled(self._tree, found[changed + leaving :]) if self._portion.last else None)
+        output = filled(self._tree, found[changed + leaving :]) if self._portion.last else None
+        return Result(sent, output, _nothing if visit is None else visit.finish)
 
     @property
     def num_pieces(self) -> int:
         """In how many it is computed again; 0: it isn't."""
         return 0 if self._stretches is None else len(self._stretches.pieces)
+
+    @property
+    def parameters(self) -> list[Names]:
+        """The names of those that each piece uses."""
+        return [] if self._stretches is None else self._stretches.parameters
 
     @property
     def arriving(self) -> tuple[fx.Node, ...]:
@@ -173,6 +192,7 @@ class Program:
         repeating: Repeating | None = None,
         norm: GlobalBatchNorm | None = None,
         regions: Regions = NONE,
+        lender: Lender | None = None,
     ) -> Program:
         """For the stages ``here``, with the parameters that ``module`` holds.
 
@@ -182,6 +202,7 @@ class Program:
             repeating: how backward computes the stages again; None: it has what forward computed.
             norm: takes the statistics of all workers' samples, for a model that normalises over the batch.
             regions: what lies in parts along a sequence.
+            lender: has the parameters of a piece while it runs; None: they are there.
         """
         localizer = Localizer(stages, cut, tensor.rank, regions)
         heard = Heard()
@@ -196,9 +217,9 @@ class Program:
             if deferred is not None:
                 defer(portion.graph, set(stages.traced.parameters), deferred)
             stretches = None
-            if repeating is not None:
+            if repeating is not None or lender is not None:
                 stretches = Stretches(portion, stage, localizer, stages.traced, repeating, told)
-            portions[stage] = Portioned(portion, stages, module, stretches)
+            portions[stage] = Portioned(portion, stages, module, stretches, lender)
         shapes = {}
         for sources in stages.incoming:
             for node in (one for values in sources.values() for one in values):

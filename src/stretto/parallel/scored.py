@@ -14,40 +14,52 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from stretto.errors import Refused
-from stretto.graph.trace import Surround, Traced, trace
+from stretto.graph.trace import Traced, trace
 from stretto.parallel._base import Example
+from stretto.plan import Plan
 
 
 def trace_step(
-    module: nn.Module, example: Example, stages: int, unlike: Callable[[Traced], str], surround: Surround
+    module: nn.Module, example: Example, plan: Plan, unlike: Callable[[Traced], str]
 ) -> tuple[Traced, str]:
-    """The model traced with its loss; or without, and why.
+    """What training runs under a plan: with ``tp`` the model traced with its loss, or without, and why; else without.
 
     Args:
-        stages: into which the graph is to be cut.
         unlike: why a graph isn't what it is a trace of, or nothing.
-        surround: what surrounds forward and loss.
 
     Raises:
-        Refused: the model can't be traced.
+        Refused: the model can't be traced, or the graph computes something else.
     """
-    why = example.why_not
-    if example.scoring is not None:
-        try:
-            traced = trace(module, *example.call, example.scoring, surround)
-            why = _left_out(traced, module, example, surround) if stages > 1 else ""
-            why = why or unlike(traced)
-            if not why:
-                return traced, ""
-        except Refused as error:
-            why = str(error)
-    return trace(module, *example.call, surround=surround), why
+    why = ""
+    if plan.tp > 1:
+        scored, why = _with_loss(module, example, plan.line, unlike)
+        if scored is not None:
+            return scored, ""
+    traced = trace(module, *example.call, surround=example.surround)
+    if said := unlike(traced):
+        raise Refused(f"plan {plan}: {said}")
+    return traced, why
 
 
-def _left_out(traced: Traced, module: nn.Module, example: Example, surround: Surround) -> str:
+def _with_loss(
+    module: nn.Module, example: Example, stages: int, unlike: Callable[[Traced], str]
+) -> tuple[Traced | None, str]:
+    """The model traced with its loss; or None, and why."""
+    if example.scoring is None:
+        return None, example.why_not
+    try:
+        traced = trace(module, *example.call, example.scoring, example.surround)
+        why = _left_out(traced, module, example) if stages > 1 else ""
+        why = why or unlike(traced)
+    except Refused as error:
+        why = str(error)
+    return (None, why) if why else (traced, "")
+
+
+def _left_out(traced: Traced, module: nn.Module, example: Example) -> str:
     """What forward uses and the loss doesn't: no stage of a graph with the loss would have it for an evaluation."""
     idle = _idle(traced)
-    more = idle - _idle(trace(module, *example.call, surround=surround)) if idle else set()
+    more = idle - _idle(trace(module, *example.call, surround=example.surround)) if idle else set()
     return f"the loss doesn't depend on {min(more)}, which forward uses" if more else ""
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto.comm.members import Members
 from stretto.graph import localize
-from stretto.parallel.messages import Drop, Enter, Heard, Leave
+from stretto.parallel.messages import Drop, Enter, Heard, Leave, Widely
 
 ELSEWHERE: Final = -1  # no place in this rank's part
 MEAN: Final = 1  # torch's number of a reduction; 2: the sum; 0: none
@@ -295,6 +295,7 @@ def modules_of(members: Members, heard: Heard | None = None) -> dict[str, nn.Mod
         localize.ENTER: Enter(members),
         localize.LEAVE: Leave(members, heard),
         localize.DROP: Drop(),
+        localize.WIDELY: Widely(),
         localize.ROWS: Rows(),
         localize.PICK: Pick(),
         localize.CROSS_ENTROPY: CrossEntropy(members),

@@ -1,4 +1,4 @@
-"""A stage of the traced graph in pieces that backward computes again.
+"""A stage of the traced graph in pieces, which backward computes again, or whose parameters come piece after piece.
 
 Where a layer-by-layer choice would need the model's modules, this takes stretches of its operations, at the places past
 which least passes (:mod:`stretto.graph.pieces`). The ranks that cut a model inside choose alike, so all of them compute
@@ -20,10 +20,12 @@ from torch import fx
 
 from stretto.graph.effects import base_of, written_in
 from stretto.graph.localize import ENTER, WHOLE, Localizer, Portion
-from stretto.graph.pieces import piece_starts, weighed
+from stretto.graph.pieces import even_starts, piece_starts, weighed
 from stretto.graph.stages import Work, _together
 from stretto.graph.trace import Traced
+from stretto.parallel import gathered
 from stretto.parallel.again import Piece, Told
+from stretto.parallel.gathered import Names, Visit
 
 RunGraph = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
 """Runs a graph on values for its placeholders; where somebody looks on, shows what it computes."""
@@ -51,6 +53,7 @@ class Stretches:
 
     Args:
         fixed: the placeholders of what is there anyway (parameters, buffers, constants); the others are values.
+        repeating: how backward computes them again; None: it doesn't, and they are of about as many parameters each.
         told: what the portion hears from other ranks and isn't to ask for again.
     """
 
@@ -60,18 +63,21 @@ class Stretches:
         stage: int,
         localizer: Localizer,
         traced: Traced,
-        repeating: Repeating,
+        repeating: Repeating | None,
         told: Told,
     ) -> None:
         graph = portion.graph
-        if repeating.how == "selective":
+        if repeating is not None and repeating.how == "selective":
             _part_from_kept(graph)
         nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_module")]
         written = written_in(graph.graph.nodes)
         place = {node: at for at, node in enumerate(nodes)}
         edges = Work(traced, tuple(nodes), frozenset(), tuple(_together(nodes, place, written)), frozenset()).edges
-        made, passing = weighed(nodes, localizer.mean_bytes, _entered)
-        starts = piece_starts(made, passing, edges, repeating.ahead[stage])
+        if repeating is None:
+            starts = _starts(nodes, edges, traced, localizer)
+        else:
+            made, passing = weighed(nodes, localizer.mean_bytes, _entered)
+            starts = piece_starts(made, passing, edges, repeating.ahead[stage])
         self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
         fixed = {*traced.parameters, *traced.buffers, *traced.constants} & set(portion.bound)
         held = {node for node in self._inputs if node.name in fixed}
@@ -81,18 +87,28 @@ class Stretches:
             shown = {node for piece in self.pieces for node in piece.given}
             stretch = _Stretch(graph, nodes[first:last], held, frozenset(written), shown)
             name = f"piece {len(self.pieces) + 1} of stage {stage}"
-            stretch.piece = Piece(
-                name, [], stretch.run, how=repeating.how, surround=repeating.surround, told=told, moved=repeating.moved
-            )
+            if repeating is not None:
+                how, moved = repeating.how, repeating.moved
+                around = repeating.surround
+                stretch.piece = Piece(name, [], stretch.run, how=how, surround=around, told=told, moved=moved)
             self.pieces.append(stretch)
+        self.parameters: list[Names] = [
+            tuple(traced.parameters[node.name] for node in piece.fixed if node.name in traced.parameters)
+            for piece in self.pieces
+        ]
 
-    def run(self, values: Sequence[Any], run_graph: RunGraph) -> list[Any]:
-        """What the graph gives for ``values`` of its placeholders."""
+    def run(self, values: Sequence[Any], run_graph: RunGraph, visit: Visit | None = None) -> list[Any]:
+        """What the graph gives for ``values`` of its placeholders; ``visit`` has the parameters there."""
         env: dict[fx.Node, Any] = dict(zip(self._inputs, values, strict=True))
         needed = {node for node in self._outputs if node is not None}
         last = {node: at for at, piece in enumerate(self.pieces) for node in piece.given}
         for at, piece in enumerate(self.pieces):
-            env.update(zip(piece.outputs, piece(env, run_graph), strict=True))
+            if visit is not None:
+                visit.enter(self.parameters[at])
+            found = piece(env, run_graph)
+            if visit is not None:
+                found = visit.leave(self.parameters[at], found)
+            env.update(zip(piece.outputs, found, strict=True))
             for node in piece.given:
                 if last[node] == at and node not in needed:
                     del env[node]
@@ -108,7 +124,7 @@ class _Stretch:
         shown: values that stretches before it were given too.
     """
 
-    piece: Piece
+    piece: Piece | None = None
 
     def __init__(
         self,
@@ -137,6 +153,8 @@ class _Stretch:
         self._graph = fx.GraphModule(of, graph)
 
     def __call__(self, env: Mapping[fx.Node, Any], run_graph: RunGraph) -> Sequence[Any]:
+        if self.piece is None:
+            return run_graph(self._graph, [env[node] for node in self.given])
         call = _Call([env[node] for node in self.fixed], self._written, run_graph)
         found: Sequence[Any] = self.piece(*(env[node] for node in self.moving), call=call)
         return found
@@ -175,6 +193,17 @@ def plainly(graph: fx.GraphModule, values: Sequence[Any]) -> Sequence[Any]:
 
 def _entered(node: fx.Node) -> fx.Node | None:
     return node.all_input_nodes[0] if node.op == "call_module" and node.target == ENTER else None
+
+
+def _starts(nodes: Sequence[fx.Node], edges: Sequence[int], traced: Traced, localizer: Localizer) -> list[int]:
+    """Where pieces begin, so that of each the parameters that no piece before it uses are about as many."""
+    seen: set[fx.Node] = set()
+    weights = []
+    for node in nodes:
+        new = {one for one in node.all_input_nodes if one.op == "placeholder" and one.name in traced.parameters} - seen
+        seen |= new
+        weights.append(sum(localizer.mean_bytes(one) for one in new))
+    return even_starts(weights, edges, max(gathered.LEAST_BYTES, sum(weights) // gathered.PIECES))
 
 
 def _part_from_kept(graph: fx.GraphModule) -> None:

@@ -52,6 +52,10 @@ class Part(Protocol):
     def alike(self) -> Members:
         """Those that hold the same part, and so the same sum."""
 
+    @property
+    def copies(self) -> Members | None:
+        """Those over whom the sums over ``adds`` are to be added up too."""
+
 
 class Ranks(Protocol):
     """With whom a rank shares what."""

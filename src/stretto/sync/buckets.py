@@ -57,6 +57,12 @@ class GradientBucket(ABC):
     def settle(self) -> None:
         """Returns when every sum that was started is in ``own``."""
 
+    def add_copies(self) -> None:
+        """Adds up what lies in ``own`` over the copies of the weights, once all of it has settled."""
+        copies = self._parts[self.names[0]].copies
+        if copies is not None and self.own.numel():
+            copies.all_reduce(self.own)
+
     @property
     def sums(self) -> list[torch.Tensor]:
         """The sums of this member's part, as they lie in memory."""

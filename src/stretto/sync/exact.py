@@ -135,6 +135,8 @@ class ExactSum:
         with self._world.guard():
             for bucket in self._buckets:
                 bucket.settle()
+            for bucket in self._buckets:
+                bucket.add_copies()
         for name, gradient in self._sparse.items():
             place = self._layout.places[name]
             if gradient is None:

@@ -34,7 +34,7 @@ def _late(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate_memory(rank: int) -> None:
-    """No memory for the weights can be shared, as between hosts, so that FSDP2 cuts what ``zero=3`` cuts."""
+    """No memory for the weights can be shared, as between hosts, so that each gathers what ``zero=3`` cuts."""
     from stretto.comm import members, shm_memory
 
     def refuse(self: object, num_bytes: int) -> None:
@@ -58,7 +58,9 @@ def host_apart(rank: int) -> None:
 
 
 def small_pieces(rank: int) -> None:
-    """A piece of the traced graph that is computed again costs nothing beside its inputs, so that there are many."""
+    """A piece of the traced graph costs nothing beside its inputs or its parameters, so that there are many."""
     from stretto.graph import pieces
+    from stretto.parallel import gathered
 
     vars(pieces)["PIECE_BYTES"] = 0
+    vars(gathered).update(LEAST_BYTES=1, PIECES=1000)

@@ -68,8 +68,8 @@ def neighbours_parameter(rank: int) -> None:
 
     honest = Portioned.__init__
 
-    def init(self: Any, portion: Any, stages: Any, module: Any, stretches: Any = None) -> None:
-        honest(self, portion, stages, module, stretches)
+    def init(self: Any, portion: Any, stages: Any, module: Any, stretches: Any = None, lender: Any = None) -> None:
+        honest(self, portion, stages, module, stretches, lender)
         if rank != FAULTY_RANK:
             return
         mine = [p for p in module.parameters() if p.dim() > 1 and p.numel()]
