@@ -30,7 +30,7 @@ def proved(launcher: LocalLauncher, name: str, plans: tuple[str, ...], sets: dic
         # An LSTM's bfloat16 goes to the next stage; weights whose gradients are put off, and a second forward.
         ("lstm", {}, ("pp=2,microbatches=2,schedule=zero-bubble,recompute=full",)),
         ("towers", {}, ("branch=2",)),
-        ("cnn_skips", UNET, ("pp=2,microbatches=2,schedule=zero-bubble",)),
+        pytest.param("cnn_skips", UNET, ("pp=2,microbatches=2,schedule=zero-bubble",), marks=MATRIX),
         pytest.param("vit", {}, ("pp=2", "dp=2,pp=2,zero=3"), marks=MATRIX),
         pytest.param("bert", {}, ("pp=2,recompute=selective", "dp=2,pp=2,zero=1,microbatches=2"), marks=MATRIX),
         pytest.param("multi", {}, ("pp=2,microbatches=2,schedule=zero-bubble",), marks=MATRIX),
@@ -50,7 +50,7 @@ def test_where_nothing_is_cut_inside_it_rounds_as_one_device_does(
     ("name", "sets", "plans"),
     [
         ("gpt", {}, ("tp=2", "dp=2,tp=2,pp=2")),
-        ("cnn_skips", UNET, ("tp=2",)),
+        pytest.param("cnn_skips", UNET, ("tp=2",), marks=MATRIX),
         pytest.param("towers", {}, ("tp=2", "tp=2,branch=2"), marks=MATRIX),
         pytest.param("bert", {}, ("tp=2,sequence=true", "tp=2,recompute=selective"), marks=MATRIX),
         pytest.param("vit", {}, ("tp=2", "dp=2,tp=2,zero=3"), marks=MATRIX),
@@ -72,7 +72,7 @@ def test_a_unet_that_tp_cuts_in_a_low_precision_is_rounded_once(launcher: LocalL
     assert (report.grad_max_rel or 0) <= 4e-2, report
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast", pytest.param("fp16", marks=MATRIX)])
+@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(one, marks=MATRIX) for one in ("bf16-autocast", "fp16"))])
 @pytest.mark.parametrize("name", ["cnn_skips", pytest.param("digits", marks=MATRIX)])
 def test_batch_norms_in_stages_have_the_bits_of_the_models_own(
     launcher: LocalLauncher, name: str, precision: str
@@ -86,7 +86,7 @@ def test_batch_norms_in_stages_have_the_bits_of_the_models_own(
     ("name", "plan", "sets", "who"),
     [
         ("branches", "branch=2", {"kind": "siamese"}, "encoder.0.weight"),
-        ("multi", "pp=3", {}, "encoder.mix.weight"),
+        pytest.param("multi", "pp=3", {}, "encoder.mix.weight", marks=MATRIX),
     ],
 )
 def test_a_layer_of_several_stages_is_refused_as_its_gradients_are_added_in_bfloat16(

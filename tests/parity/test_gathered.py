@@ -24,12 +24,12 @@ LLAMA = {"task": str(ROOT / "tests" / "tasks" / "llama.py"), "sets": {"precision
 # A piece for each operation that has parameters.
 CASES = (
     ("gpt", {}, ("dp=2,tp=2,zero=3", "dp=2,pp=2,zero=3,microbatches=3,schedule=zero-bubble")),
-    ("gpt", {}, ("dp=2,pp=2,zero=3,schedule=interleaved,microbatches=2", "dp=2,tp=2,zero=3,recompute=full")),
-    ("towers", {}, ("dp=2,branch=2,zero=3",)),
     ("cnn_skips", {"size": "17"}, ("dp=2,pp=2,zero=3",)),  # BatchNorm, and a batch of three: a ghost on four workers
     ("gpt", {}, ("dp_replicate=2,dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2,pp=2,microbatches=2")),
 )
 MORE = (
+    ("gpt", {}, ("dp=2,pp=2,zero=3,schedule=interleaved,microbatches=2", "dp=2,tp=2,zero=3,recompute=full")),
+    ("towers", {}, ("dp=2,branch=2,zero=3", "dp=2,branch=2,pp=2,zero=3,microbatches=2")),
     ("gpt", {}, ("dp=2,tp=2,pp=2,zero=3,microbatches=2", "dp=3,pp=2,zero=3,microbatches=2,recompute=selective")),
     ("cnn_skips", {"norm": "group"}, ("dp=2,pp=2,zero=3,microbatches=3,schedule=zero-bubble", "dp=2,tp=2,zero=3")),
     ("cnn_skips", {"size": "17"}, ("dp=4,pp=2,zero=3",)),
@@ -49,7 +49,7 @@ def test_pieces_that_are_gathered_have_the_numbers_of_one_device(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("plant", [None, f"{MANY},{NO_MEMORY}"])
+@pytest.mark.parametrize("plant", [pytest.param(None, marks=MATRIX), f"{MANY},{NO_MEMORY}"])
 def test_several_copies_of_cut_weights_go_with_the_other_axes(
     launcher: LocalLauncher, figures: Figures, plant: str | None
 ) -> None:
@@ -72,13 +72,19 @@ def test_what_is_trained_may_lie_on_the_host(launcher: LocalLauncher, figures: F
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("plan", ["dp=2,pp=2,zero=3", "dp=4,pp=2,zero=3", "dp=2,pp=2,zero=3,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,pp=2,zero=3",
+        *(pytest.param(plan, marks=MATRIX) for plan in ("dp=4,pp=2,zero=3", "dp=2,pp=2,zero=3,microbatches=2")),
+    ],
+)
 def test_ranks_whose_losses_leave_out_other_outputs_gather_alike(launcher: LocalLauncher, plan: str) -> None:
     (report,) = verify(ROOT / "tests" / "tasks" / "choosing.py", [plan], {}, launcher=launcher, plant=MANY).plans
     assert report.status == "passed" and (report.grad_max_rel or 0) <= 1e-13, report
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=MATRIX)])
 def test_in_a_lower_precision_the_copies_are_gathered(launcher: LocalLauncher, precision: str) -> None:
     """What is gathered are the rounded ones."""
     sets = {"precision": precision, "steps": "2", "norm": "group"}
@@ -95,7 +101,11 @@ def ranks(launcher: LocalLauncher, plan: str, **payload: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("plan", "parts"),
-    [("dp=2,tp=2,zero=3", 4), ("dp=2,pp=2,zero=3", 4), ("dp_replicate=2,dp_shard=2,pp=2", 4)],
+    [
+        ("dp=2,tp=2,zero=3", 4),
+        ("dp=2,pp=2,zero=3", 4),
+        pytest.param("dp_replicate=2,dp_shard=2,pp=2", 4, marks=MATRIX),
+    ],
 )
 def test_a_rank_keeps_its_share_and_has_a_piece_of_the_whole(launcher: LocalLauncher, plan: str, parts: int) -> None:
     """Stages aren't quite even, so what all ranks hold is added up."""
