@@ -291,6 +291,8 @@ class Divided(Placed):
         if counts == [1]:
             said = "the model's traced graph has no place to cut it at that would save memory; its activations are kept"
             self.notes, self._repeating = (*self.notes, f"{how} is inactive: {said}"), None
+            if self._lender is not None:
+                self._lender.pieces.clear()
             return None
         what = f"stages are computed again in {', '.join(map(str, counts))} pieces"
         what = what if len(counts) > 1 else f"the model's traced graph is computed again in {counts[0]} pieces"

@@ -36,6 +36,8 @@ PIECES: Final = 16
 """In about so many pieces, at most, the parameters of a stage come."""
 
 Names = tuple[str, ...]
+Pieces = dict[int, tuple[list[str], list[int]]]
+"""By stage, the operations of its graph, and the places where pieces begin."""
 
 
 def lent_place(place: Place, share: Sequence[int]) -> Place:
@@ -105,6 +107,9 @@ class Lender:
 
     Args:
         specs: of them, as they lie here.
+
+    ``pieces``: of each stage where they begin, as the first graph of it was cut. Ranks run batches of other shapes,
+    which recomputation would cut elsewhere, and must gather alike.
     """
 
     def __init__(self, world: Members, specs: Sequence[TensorSpec]) -> None:
@@ -112,6 +117,7 @@ class Lender:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[str, int] = {}
         self._here: set[int] = set()
+        self.pieces: Pieces = {}
         self._memory: frozenset[int] = frozenset()
 
     def lay(self, places: Mapping[str, Place], groups: Iterable[Names]) -> None:

@@ -211,6 +211,7 @@ class Program:
         told: Told = heard
         if norm is not None:
             modules[NORM], told = NormOfAll(norm), Several((norm, heard))
+        known = None if lender is None else lender.pieces
         portions = {}
         for stage in here:
             portion = localizer.build(stage, modules)
@@ -218,7 +219,7 @@ class Program:
                 defer(portion.graph, set(stages.traced.parameters), deferred)
             stretches = None
             if repeating is not None or lender is not None:
-                stretches = Stretches(portion, stage, localizer, stages.traced, repeating, told)
+                stretches = Stretches(portion, stage, localizer, stages.traced, repeating, told, known)
             portions[stage] = Portioned(portion, stages, module, stretches, lender)
         shapes = {}
         for sources in stages.incoming:

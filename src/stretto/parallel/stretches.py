@@ -25,7 +25,7 @@ from stretto.graph.stages import Work, _together
 from stretto.graph.trace import Traced
 from stretto.parallel import gathered
 from stretto.parallel.again import Piece, Told
-from stretto.parallel.gathered import Names, Visit
+from stretto.parallel.gathered import Names, Pieces, Visit
 
 RunGraph = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
 """Runs a graph on values for its placeholders; where somebody looks on, shows what it computes."""
@@ -55,6 +55,7 @@ class Stretches:
         fixed: the placeholders of what is there anyway (parameters, buffers, constants); the others are values.
         repeating: how backward computes them again; None: it doesn't, and they are of about as many parameters each.
         told: what the portion hears from other ranks and isn't to ask for again.
+        known: where pieces begin; a stage's first ones are noted there.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Stretches:
         traced: Traced,
         repeating: Repeating | None,
         told: Told,
+        known: Pieces | None = None,
     ) -> None:
         graph = portion.graph
         if repeating is not None and repeating.how == "selective":
@@ -73,19 +75,25 @@ class Stretches:
         written = written_in(graph.graph.nodes)
         place = {node: at for at, node in enumerate(nodes)}
         edges = Work(traced, tuple(nodes), frozenset(), tuple(_together(nodes, place, written)), frozenset()).edges
-        if repeating is None:
+        operations = [str(node.target) for node in nodes]
+        first = None if known is None else known.get(stage)
+        if first is not None and first[0] == operations:
+            starts = first[1]
+        elif repeating is None or first is not None:
             starts = _starts(nodes, edges, traced, localizer)
         else:
             made, passing = weighed(nodes, localizer.mean_bytes, _entered)
             starts = piece_starts(made, passing, edges, repeating.ahead[stage])
+        if known is not None and first is None:
+            known[stage] = operations, starts
         self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
         fixed = {*traced.parameters, *traced.buffers, *traced.constants} & set(portion.bound)
         held = {node for node in self._inputs if node.name in fixed}
         (self._outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
         self.pieces: list[_Stretch] = []
-        for first, last in pairwise([0, *starts, len(nodes)]):
+        for begin, end in pairwise([0, *starts, len(nodes)]):
             shown = {node for piece in self.pieces for node in piece.given}
-            stretch = _Stretch(graph, nodes[first:last], held, frozenset(written), shown)
+            stretch = _Stretch(graph, nodes[begin:end], held, frozenset(written), shown)
             name = f"piece {len(self.pieces) + 1} of stage {stage}"
             if repeating is not None:
                 how, moved = repeating.how, repeating.moved
