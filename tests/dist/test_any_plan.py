@@ -112,7 +112,10 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(
 
 @pytest.mark.parametrize(
     ("task", "first", "second"),
-    [(CNN, "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"), (TOWERS, "dp_replicate=2,dp_shard=2,branch=2", "dp=3,pp=2,zero=3")],
+    [
+        pytest.param(CNN, "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3", marks=pytest.mark.matrix),
+        (TOWERS, "dp_replicate=2,dp_shard=2,branch=2", "dp=3,pp=2,zero=3"),
+    ],
     ids=lambda value: str(value).rpartition("/")[2],
 )
 def test_a_checkpoint_goes_on_where_weights_are_gathered(

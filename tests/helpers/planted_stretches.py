@@ -30,6 +30,7 @@ TOWERS = (
         name="encoder.1.4.bias",
         under=EVEN,
         says="all ranks agree on a sum that is not one device's: a rank's share is missing or weighed wrongly",
+        matrix=True,
     ),
     Planted(
         fault="generator_not_handed_on",

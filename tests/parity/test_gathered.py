@@ -26,9 +26,9 @@ CASES = (
     ("gpt", {}, ("dp=2,tp=2,zero=3", "dp=2,pp=2,zero=3,microbatches=3,schedule=zero-bubble")),
     ("gpt", {}, ("dp=3,pp=2,zero=3,microbatches=2,recompute=selective",)),  # batches of one and two at a time
     ("cnn_skips", {"size": "17"}, ("dp=2,pp=2,zero=3",)),  # BatchNorm, and a batch of three: a ghost on four workers
-    ("gpt", {}, ("dp_replicate=2,dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2,pp=2,microbatches=2")),
 )
 MORE = (
+    ("gpt", {}, ("dp_replicate=2,dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2,pp=2,microbatches=2")),
     ("gpt", {}, ("dp=2,pp=2,zero=3,schedule=interleaved,microbatches=2", "dp=2,tp=2,zero=3,recompute=full")),
     ("towers", {}, ("dp=2,branch=2,zero=3", "dp=2,branch=2,pp=2,zero=3,microbatches=2")),
     ("gpt", {}, ("dp=2,tp=2,pp=2,zero=3,microbatches=2", "dp=3,tp=2,zero=3,microbatches=2,recompute=full")),
@@ -67,8 +67,9 @@ def test_gradients_that_pass_on_after_each_microbatch_are_those_of_one_device(
     check(prove(launcher, "towers", plans, {"size": "15"}, f"{MANY},{NO_MEMORY}"), "towers passing", figures)
 
 
-def test_what_is_trained_may_lie_on_the_host(launcher: LocalLauncher, figures: Figures) -> None:
-    plans = ("dp=2,tp=2,zero=3,offload=all", "dp=2,pp=2,zero=3,microbatches=2,offload=all")
+@pytest.mark.parametrize("axis", [pytest.param("tp=2", marks=MATRIX), "pp=2,microbatches=2"])
+def test_what_is_trained_may_lie_on_the_host(launcher: LocalLauncher, figures: Figures, axis: str) -> None:
+    plans = (f"dp=2,{axis},zero=3,offload=all",)
     check(prove(launcher, "gpt", plans, {}, f"{MANY},{CONDITION}host_apart"), "gpt offload", figures)
 
 

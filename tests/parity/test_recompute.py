@@ -44,7 +44,7 @@ DIVIDED = (
     ("cnn_skips", {"norm": "group"}, "full", (STAGES[0],)),
     ("cnn_skips", {"norm": "group"}, "selective", (STAGES[3],)),
     ("digits", {}, "full", ("pp=2",)),
-    ("bert", {}, "full", AXES[1:2]),
+    pytest.param("bert", {}, "full", AXES[1:2], marks=pytest.mark.matrix),
 )
 DIVIDED_WHOLE = (("gpt", {}), ("mlp_dropout", {}), ("bert", {}), ("cnn_skips", {"norm": "group"}))
 MATRIX = pytest.mark.matrix  # what a sample in `make test` leaves to `make matrix`
@@ -121,9 +121,10 @@ def test_stages_in_many_pieces_have_the_numbers_of_one_device(
 
 
 @pytest.mark.parametrize("how", SELECTIVE_IN_MATRIX)
-def test_pieces_of_stages_begin_with_what_has_waited_on_the_host(launcher: LocalLauncher, how: str) -> None:
+@pytest.mark.parametrize("axes", [STAGES[3], pytest.param(AXES[1], marks=MATRIX)])
+def test_pieces_of_stages_begin_with_what_has_waited_on_the_host(launcher: LocalLauncher, how: str, axes: str) -> None:
     sets = {"depth": "2", "width": "32", "context": "16", "heads": "2", "batch": "7", "steps": "3", "dropout": "0.3"}
-    of = tuple(f"{plan},offload=all" for plan in plans((STAGES[3], AXES[1]), how))
+    of = tuple(f"{plan},offload=all" for plan in plans((axes,), how))
     plant = f"{PIECES},{HOST_APART}"
     exact(verify(ROOT / "examples" / "gpt", of, sets, launcher=launcher, plant=plant).plans)
 

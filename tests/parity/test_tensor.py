@@ -26,7 +26,8 @@ def test_a_model_cut_inside_has_the_numbers_of_one_device_tp01(
 ) -> None:
     """Four heads on three ranks are 2, 1 and 1; dropout inside a cut layer draws what the whole would."""
     kind = kinds(name)[0]
-    check(prove(launcher, name, PLANS, {"kind": kind} if name != "mlp_dropout" else {}), f"{name} {kind}", figures)
+    plans = PLANS[1:] if name == "llama" else PLANS
+    check(prove(launcher, name, plans, {"kind": kind} if name != "mlp_dropout" else {}), f"{name} {kind}", figures)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_what_tp_can_t_do_is_refused_with_the_reason(launcher: LocalLauncher) ->
     assert "tp=2 finds nothing to cut in this model; enter.weight: whole: " in str(plan.reason), plan
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])
 def test_a_low_precision_cut_inside_rounds_parts_of_sums_and_no_more(
     launcher: LocalLauncher, precision: str
 ) -> None:

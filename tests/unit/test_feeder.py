@@ -203,6 +203,9 @@ def test_a_killed_rank_takes_its_loaders_along() -> None:
     program = (
         "import sys, time; sys.path[:0] = sys.argv[1:]; from test_feeder import *\n"
         "feeders = open_feeders({'train': Drawing(how='hang')}, plain, 7, 3)\n"
+        "feeders['train'].expect([((index,), 0) for index in range(3)])\n"
+        "begun = {feeders['train'].get((index,), 0)[0][-1] for index in range(3)}\n"
+        "assert begun == set(children())\n"  # one that is stopped before it has begun would stay
         "feeders['train'].expect([((3,), 0)])\n"
         "print(*children(), flush=True); time.sleep(600)"
     )
