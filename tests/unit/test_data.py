@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections import namedtuple
 
 import numpy
@@ -96,6 +97,15 @@ def test_generators_survive_json() -> None:
     seed_everything(6)
     Generators.from_json(record).restore()
     assert (float(torch.rand(())), random.random(), float(numpy.random.randn())) == expected
+
+
+def test_seeding_is_torchs_own_and_formats_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's formats one for each kind of device that isn't in use: most of what a small forward took."""
+    torch.manual_seed(2**62 + 3)
+    expected = torch.rand(3)
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("a stack is formatted"))
+    seed_everything(2**62 + 3)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_seeds_differ_by_every_part_of_their_key() -> None:
