@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -137,7 +137,7 @@ class Plan:
             if key in LATER_KEYS:
                 raise Refused(f"plan: {key} is planned but not built yet; use {', '.join(valid)}")
             if key not in valid:
-                raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
+                raise _unknown(key, valid)
             if key in given:
                 raise PlanError(f"plan: {key} is given twice")
             if key in ("recompute", "offload", "schedule"):
@@ -169,7 +169,7 @@ class Plan:
         valid = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in valid:
-                raise PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
+                raise _unknown(key, valid)
         return cls(**values)
 
     def check_workers(self, workers: int | None) -> None:
@@ -240,6 +240,10 @@ class Plan:
         parts += [f"offload={self.offload}"] if self.offload != "none" else []
         parts += [f"loaders={self.loaders}"] if self.loaders else []
         return ",".join(parts)
+
+
+def _unknown(key: str, valid: Sequence[str]) -> PlanError:
+    return PlanError(f"plan: unknown key {key!r}; valid: {', '.join(valid)}{nearest(key, valid)}")
 
 
 def _read_axes(given: dict[str, Any], workers: int | None) -> None:
