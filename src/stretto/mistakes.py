@@ -82,7 +82,7 @@ def second_forward(recompute: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        known = ("torch.utils.checkpoint", "activation checkpoint", "not found in storage", "by an inplace operation")
+        known = ("torch.utils.checkpoint", "recompute=selective keeps", "by an inplace operation")
         if recompute == "none" or not any(sign in str(error) for sign in known):
             raise
         raise Refused(

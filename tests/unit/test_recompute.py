@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy
 
 from stretto.errors import PlanError, Refused
 from stretto.mistakes import second_forward
 from stretto.parallel._base import Manner
-from stretto.parallel.again import _policy
 from stretto.parallel.batchnorm import GlobalBatchNorm
+from stretto.parallel.kept import Kept, keeps
 from stretto.parallel.recompute import Recomputed
 from stretto.plan import Plan
 from stretto.task import load_task
@@ -232,15 +231,83 @@ def test_live_bytes_counts_what_is_alive_and_lets_go() -> None:
 def test_selective_keeps_no_operator_that_draws() -> None:
     """Its generator would stay behind when it isn't run again, and what follows would draw other numbers."""
     aten, q = torch.ops.aten, torch.zeros(1, 1, 2, 2)
-    keep, drop = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-    assert _policy(None, aten.mm.default, q, q) == _policy(None, aten.addmm.default, q, q, q) == keep
-    assert _policy(None, aten.convolution.default) == keep and _policy(None, aten.gelu.default, q) == drop
+    for operator in (aten.mm.default, aten.addmm.default, aten.convolution.default):
+        assert keeps(operator, (q, q, q), {})
+    assert not keeps(aten.gelu.default, (q,), {}) and not keeps(aten.add_.Tensor, (q, q), {})
     flash = aten._scaled_dot_product_flash_attention.default
-    assert _policy(None, flash, q, q, q) == _policy(None, flash, q, q, q, 0.0) == keep
-    assert _policy(None, flash, q, q, q, 0.1) == _policy(None, flash, q, q, q, dropout_p=0.1) == drop
+    assert keeps(flash, (q, q, q), {}) and keeps(flash, (q, q, q, 0.0), {})
+    assert not keeps(flash, (q, q, q, 0.1), {}) and not keeps(flash, (q, q, q), {"dropout_p": 0.1})
     efficient = aten._scaled_dot_product_efficient_attention.default
-    assert _policy(None, efficient, q, q, q, None, True) == keep
-    assert _policy(None, efficient, q, q, q, None, True, 0.1) == drop
+    assert keeps(efficient, (q, q, q, None, True), {}) and not keeps(efficient, (q, q, q, None, True, 0.1), {})
+
+
+class Recurrent(nn.Module):
+    """torch's own, in double precision, adds to what its matrix products gave."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.inner = kind(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)[0]
+        return out
+
+
+class Changing(nn.Module):
+    """Changes a result of a matrix product, all of it or a view."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.inner, self.act = nn.Linear(3, 3, dtype=torch.float64), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.inner(x)
+        self.act(product)
+        return product.sin()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda kind=kind: Recurrent(kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+        lambda: Changing(torch.relu_),
+        lambda: Changing(lambda product: product[:, 1:].mul_(3.0)),
+        lambda: Changing(torch.no_grad()(lambda product: torch.exp(product, out=product))),
+        lambda: Changing(lambda product: torch._foreach_mul_([product, product[:1]], 2.0)),
+    ],
+)
+def test_selective_keeps_results_as_they_were_before_they_changed(make: Any) -> None:
+    found = []
+    for how in ("none", "selective"):
+        torch.manual_seed(3)
+        model = nn.Sequential(make(), make())
+        held = recomputed(model, how)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).sum().backward()
+        held.remove()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and one.abs().max() > 1e-3 and torch.equal(one, other)
+
+
+def test_what_is_kept_is_for_one_backward_and_for_the_same_operations() -> None:
+    x, kept = torch.ones(2, 2), Kept()
+    with kept.noting:
+        product = x @ x
+    with kept.replaying:
+        assert (x @ x).data_ptr() == product.data_ptr()
+        with pytest.raises(RuntimeError, match="other operations than the second forward asks for"):
+            _ = x @ x
+    with kept.replaying, pytest.raises(RuntimeError, match="for one backward"):
+        _ = x @ x
+    kept = Kept()
+    with kept.noting:
+        product = x @ x
+    product.add_(1)
+    says = "recompute=selective keeps a result that was changed in place after forward"
+    with pytest.raises(Refused, match=says), second_forward("selective"), kept.replaying:
+        _ = x @ x
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -20,22 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from stretto.data import Generators
 from stretto.errors import Refused, one_line
+from stretto.parallel.kept import Kept
 
-KEPT: Final = frozenset(
-    {
-        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_grouped_mm"),
-        *("convolution", "_convolution", "mkldnn_rnn_layer", "_cudnn_rnn"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
-        "_efficient_attention_forward",
-    }
-)
-"""Names of the operators in torch's ``aten`` whose results ``selective`` keeps."""
 _INNER: Final = frozenset(vars(nn.Module()))
 _WHY: Final = (
     "does it draw from a generator of its own, or keep a cache that grows (Hugging Face's use_cache=True)? Draw from "
@@ -135,9 +125,9 @@ class Piece:
         """What surrounds the first forward and what surrounds the second."""
         if self.how == "full":
             return again.noting(), again
-        keeping, kept = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        again.kept = kept
-        return _both(again.noting(), keeping), again
+        kept = Kept()
+        again.kept = kept.replaying
+        return _both(again.noting(), kept.noting), again
 
     def _prove(self, again: _Again, output: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Raises Refused where a second forward answers otherwise; what it keeps is let go at once."""
@@ -263,24 +253,6 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 def _versions(tensors: list[Tensor]) -> list[int]:
     """How often each was changed in place."""
     return [tensor._version for tensor in tensors]
-
-
-def _policy(_: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    """Whether ``selective`` keeps what an operator returned."""
-    schema = getattr(operator, "_schema", None)  # operators of a higher order have none
-    known = schema is not None and schema.name.removeprefix("aten::") in KEPT
-    keeps = known and not _draws(operator, arguments, keywords)
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether the operator draws random numbers. Where it isn't run again the generator would stay behind, and what
-    comes after it would draw others."""
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            value = keywords.get(argument.name, arguments[index] if index < len(arguments) else argument.default_value)
-            return bool(value)
-    return False
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stretto.graph.effects import base_of, written_in
+from stretto.graph.effects import written_in
 from stretto.graph.localize import ENTER, WHOLE, Localizer, Portion
 from stretto.graph.pieces import even_starts, piece_starts, weighed
 from stretto.graph.stages import Work, _together
@@ -69,8 +69,6 @@ class Stretches:
         known: Pieces | None = None,
     ) -> None:
         graph = portion.graph
-        if repeating is not None and repeating.how == "selective":
-            _part_from_kept(graph)
         nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_module")]
         written = written_in(graph.graph.nodes)
         place = {node: at for at, node in enumerate(nodes)}
@@ -212,16 +210,3 @@ def _starts(nodes: Sequence[fx.Node], edges: Sequence[int], traced: Traced, loca
         seen |= new
         weights.append(sum(localizer.mean_bytes(one) for one in new))
     return even_starts(weights, edges, max(gathered.LEAST_BYTES, sum(weights) // gathered.PIECES))
-
-
-def _part_from_kept(graph: fx.GraphModule) -> None:
-    """What is changed in place is changed in a copy of what an operation gave, which may be kept."""
-    for node in list(written_in(graph.graph.nodes)):
-        value = node.meta[WHOLE].meta.get("val") if WHOLE in node.meta else None
-        if node.op == "call_module" or (node.op == "call_function" and isinstance(value, torch.Tensor)):
-            assert base_of(node) is node
-            with graph.graph.inserting_after(node):
-                copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
-            node.replace_all_uses_with(copy)
-            copy.args = (node,)
-    graph.recompile()
