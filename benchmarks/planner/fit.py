@@ -1,0 +1,104 @@
+"""Fits each set of the planner's constants to published measurements, and judges each on models that it wasn't fitted to.
+
+    python benchmarks/planner/fit.py ROWS.jsonl [--write]
+
+By least squares of the logarithm of predicted over published, with less weight to what is far off; each constant is
+drawn to a plausible value as if by a fiftieth of the rows, so that what no row tells stays plausible.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import yaml
+from scipy.optimize import least_squares
+
+import stretto.planner
+from stretto.planner.accuracy import predict
+from stretto.planner.constants import Constants
+from stretto.planner.published import Published, read_rows, steps_of
+
+NAMES = [field.name for field in fields(Constants)]
+START = Constants(stall_seconds=1e-4)
+WIDTH = {"stall_seconds": 2.5, "launch_seconds": 1.0, "latency_seconds": 1.0, "attention": 0.5, "between": 0.7}
+DRAW = 0.02
+WHERE = Path(stretto.planner.__file__).parent / "data" / "constants.yaml"
+
+
+def fit(rows: Sequence[Published]) -> Constants:
+    """The constants that fit the rows best."""
+    measured = np.array([row.seconds for row in rows])
+    start = np.log([getattr(START, name) for name in NAMES])
+    widths = np.array([WIDTH.get(name, 0.3) for name in NAMES])
+
+    def constants(x: np.ndarray) -> Constants:
+        return Constants(**dict(zip(NAMES, map(float, np.exp(x)), strict=True)))
+
+    def off(x: np.ndarray) -> np.ndarray:
+        found = constants(x)
+        drawn = (x - start) / widths * DRAW * np.sqrt(len(rows))
+        return np.concatenate([np.log(predict(rows, lambda *_: found) / measured), drawn])
+
+    return constants(least_squares(off, start, loss="soft_l1", f_scale=0.1).x)
+
+
+def error(rows: Sequence[Published], constants: Constants) -> np.ndarray:
+    """Percent, of each row."""
+    measured = np.array([row.seconds for row in rows])
+    return 100 * np.abs(predict(rows, lambda *_: constants) / measured - 1)
+
+
+def halves(rows: Sequence[Published], source: str) -> None:
+    """Prints the error on each half of the rows, fitted on the other."""
+    for name, low in (("depth", lambda row: row.model.layers < 18), ("width", lambda row: row.model.hidden < 2048)):
+        one, other = [row for row in rows if low(row)], [row for row in rows if not low(row)]
+        if one and other:
+            found = [error(test, fit(train)).mean() for train, test in ((one, other), (other, one))]
+            print(f"{source}, halves by {name}: {found[0]:.1f} % and {found[1]:.1f} %", flush=True)
+
+
+def leave_out(rows: Sequence[Published], source: str) -> None:
+    """Prints the error on each model, fitted on the others."""
+    found = []
+    for name in sorted({row.name for row in rows}):
+        rest, test = [row for row in rows if row.name != name], [row for row in rows if row.name == name]
+        if len(rest) >= 3:
+            errors = error(test, fit(rest))
+            found.append((name, len(test), errors.mean(), np.median(errors)))
+    if found:
+        told = ", ".join(f"{name} ({count}) {mean:.1f}/{median:.1f}" for name, count, mean, median in found)
+        every = sum(count * mean for _, count, mean, _ in found) / sum(count for _, count, *_ in found)
+        print(f"{source}, each model left out (mean/median %): all {every:.1f}; {told}", flush=True)
+
+
+def main() -> None:
+    """Fits, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--write", action="store_true", help=f"into {WHERE.name}, which the planner reads")
+    options = parser.parse_args()
+    sets: dict[tuple[str, str], list[Published]] = defaultdict(list)
+    for row in steps_of(read_rows(options.rows)):
+        sets[row.device.name, row.software].append(row)
+    written = {}
+    for (device, software), rows in sets.items():
+        found = fit(rows)
+        errors = error(rows, found)
+        written[f"{device}/{software}"] = {key: float(f"{value:.4g}") for key, value in found.to_json().items()}
+        sources = ", ".join(sorted({row.source for row in rows}))
+        print(f"{device}/{software} ({len(rows)} rows: {sources}): {errors.mean():.1f} % {written[f'{device}/{software}']}")
+        for source in sorted({row.source for row in rows}):
+            mine = [row for row in rows if row.source == source]
+            (halves if source == "vtrain_single" else leave_out)(mine, source)
+    if options.write:
+        head = "# Written by benchmarks/planner/fit.py; planner/constants.py says what each is.\n"
+        WHERE.write_text(head + yaml.safe_dump(written, sort_keys=True, width=118), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What can't be counted: how far a training system on one type of device falls short of the device.
+
+Eight numbers a set, each with a meaning and a unit. ``data/constants.yaml`` holds the sets, which
+``benchmarks/planner/fit.py`` has fitted to published measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, Final
+
+import yaml
+
+from stretto.errors import UserError, nearest
+
+MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "matmul": "share of the peak rate that a large product of matrices has",
+        "attention": "share of the peak rate that the products inside attention have",
+        "memory": "share of the memory rate that element-by-element operations have",
+        "launch_seconds": "seconds that a host needs to launch one layer's forward; backward takes twice as long",
+        "stall_seconds": "seconds by which each rank of tp holds up a layer where messages leave the host",
+        "inside": "share of the rate of links inside a host that collectives have",
+        "between": "share of the rate of links between hosts that collectives have",
+        "latency_seconds": "seconds of a collective of nothing between two ranks",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """One set; see ``MEANINGS``."""
+
+    matmul: float = 0.7
+    attention: float = 0.4
+    memory: float = 0.7
+    launch_seconds: float = 1e-3
+    stall_seconds: float = 0.0
+    inside: float = 0.65
+    between: float = 0.5
+    latency_seconds: float = 2e-5
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number that means nothing."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value >= 0 or (value == 0 and field.name != "stall_seconds"):
+                raise ValueError(f"{field.name} must be over 0, got {value}")
+
+    def to_json(self) -> dict[str, float]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def read_sets() -> dict[str, Constants]:
+    """All sets by name, ``DEVICE/SOFTWARE``."""
+    text = (files("stretto.planner") / "data" / "constants.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml.safe_load(text) or {}
+    return {name: Constants(**values) for name, values in found.items()}
+
+
+def find_constants(device: str, software: str) -> Constants:
+    """The set of a training system on a device; where there is none, that of another system on it, or the default."""
+    sets = read_sets()
+    if (name := f"{device}/{software}") in sets:
+        return sets[name]
+    return next((one for key, one in sets.items() if key.startswith(f"{device}/")), Constants())
+
+
+def check_software(name: str) -> str:
+    """Raises UserError for a training system that there are no constants of."""
+    known = sorted({key.partition("/")[2] for key in read_sets()})
+    if name not in known:
+        raise UserError(f"there are no constants of {name!r}{nearest(name, known)}; there are: {', '.join(known)}")
+    return name

@@ -1,0 +1,119 @@
+"""How long a layer takes on a device: its operations counted, each by what binds it.
+
+A product of matrices takes its flops at the device's rate or its bytes at the memory's, whichever is longer; other
+operations take their bytes. All of a layer takes at least what the host needs to launch it, which binds where layers
+are cut small. Flops and bytes follow arXiv 2205.05198, section 4, and 2104.04473, appendix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.planner.collectives import Links
+from stretto.planner.hardware import Machines
+from stretto.planner.setups import Array, Setups
+from stretto.planner.transformer import Transformer
+
+KERNEL_SECONDS = 5e-6  # of any operation on a device, however small
+FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
+UNALIGNED = 0.25  # of the rate, where a row of a matrix isn't a multiple of 16 bytes (measured of A100s)
+_HEAD_BYTES = 28  # that an element of the logits is read and written, all passes of the loss together
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one microbatch; each array has an entry for each setup.
+
+    Args:
+        layer: forward and backward of a layer, with its messages.
+        messages: of those.
+        launch: the least that the host lets a layer take.
+        head: the output layer and the loss.
+        embedding: what comes before the layers.
+    """
+
+    layer: Array
+    messages: Array
+    launch: Array
+    head: Array
+    embedding: Array
+
+
+class LayerModel:
+    """The costs of one model's layers on one kind of device."""
+
+    def __init__(self, model: Transformer, machines: Machines, links: Links, precision: str) -> None:
+        self._model, self._machines, self._links = model, machines, links
+        self._peak = machines.device.peak_of(precision)
+        self._matmul = self._peak * links.constants.matmul
+        self._attention = self._peak * links.constants.attention
+        self._memory = machines.device.memory_rate * links.constants.memory
+
+    def times(self, setups: Setups) -> LayerTime:
+        """Of each setup."""
+        model, one = self._model, setups
+        message = one.compute_bytes * one.tokens * model.hidden
+        reduce = self._links.neighbours(message, one.tp)
+        forward = self._linears(one) + self._core(one, backward=False) + self._forward_passes(one)
+        backward = 2 * self._linears(one) + self._core(one, backward=True) + self._backward_passes(one)
+        messages = 4 * reduce + np.where(one.full, 2 * reduce, 0.0)
+        again = np.where(one.full, forward, np.where(one.selective, self._core(one, backward=False), 0.0))
+        launch = self._launch(one)
+        layer = np.maximum(forward + again + backward + messages, launch)
+        return LayerTime(layer, messages, launch, self._head(one), self._embedding(one))
+
+    def _launch(self, one: Setups) -> Array:
+        constants, host = self._links.constants, self._machines.per_host
+        launch = constants.launch_seconds * (3.0 + one.full)
+        leaves = (one.pp > 1) & (one.dp * one.tp * one.pp > host) & (one.tp > 1)
+        stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.5, 0.0)
+        return launch + stall * one.tp * constants.stall_seconds
+
+    def _product(self, rows: Array, columns: Array, inner: Array, one: Setups) -> Array:
+        elements = rows * columns + rows * inner + columns * inner
+        return np.maximum(
+            2 * rows * columns * inner / self._matmul, one.compute_bytes * elements / self._memory
+        ) + KERNEL_SECONDS  # fmt: skip
+
+    def _linears(self, one: Setups) -> Array:
+        model, tokens, whole = self._model, one.tokens, np.full_like(one.tp, self._model.hidden)
+        heads = self._product(tokens, (model.hidden + 2 * model.kv_hidden) / one.tp, whole, one)
+        out = self._product(tokens, whole, whole / one.tp, one)
+        up = self._product(tokens, model.ups * model.ffn / one.tp, whole, one)
+        return heads + out + up + self._product(tokens, whole, model.ffn / one.tp, one)
+
+    def _core(self, one: Setups, backward: bool) -> Array:
+        """Attention's two products, half of them where nothing after a token is looked at and the square isn't written;
+        else its square is written and read by softmax and dropout."""
+        flops = 4 * one.sequence * one.tokens * self._model.hidden / one.tp
+        square = one.compute_bytes * one.tokens * one.sequence * self._model.heads / one.tp
+        fused = flops * (1.25 if backward else 0.5) / self._attention
+        written = flops * (2 if backward else 1) / self._attention + square * (7 if backward else 5) / self._memory
+        return np.where(one.flash, fused, written)
+
+    def _passes(self, one: Setups, whole: float, inner: float, attention: float) -> Array:
+        """Bytes of what runs element by element: beside cut layers, inside the feed-forward layer, inside attention."""
+        beside = self._model.hidden / np.where(one.parallel_sequence, one.tp, 1.0) * whole
+        inside = (self._model.ffn * inner + self._model.hidden * attention) / one.tp
+        return one.compute_bytes * one.tokens * (beside + inside) / self._memory
+
+    def _forward_passes(self, one: Setups) -> Array:
+        return self._passes(one, 12, 2 + 2 * self._model.ups, 6) + FORWARD_KERNELS * KERNEL_SECONDS
+
+    def _backward_passes(self, one: Setups) -> Array:
+        return self._passes(one, 16, 3 + 4 * self._model.ups, 9) + BACKWARD_KERNELS * KERNEL_SECONDS
+
+    def _head(self, one: Setups) -> Array:
+        model = self._model
+        columns = model.vocab / one.tp
+        odd = (model.vocab * one.compute_bytes) % 16 != 0
+        product = self._product(one.tokens, columns, np.full_like(one.tp, model.hidden), one)
+        product = product / np.where(odd & (one.tp == 1), UNALIGNED, 1.0)  # in parts the table is filled up
+        logits = _HEAD_BYTES * one.tokens * columns / self._memory
+        return 3 * product + logits + 2 * self._links.constants.launch_seconds
+
+    def _embedding(self, one: Setups) -> Array:
+        seconds = 6 * one.compute_bytes * one.tokens * self._model.hidden / self._memory
+        return seconds + 0.5 * self._links.constants.launch_seconds

@@ -1,0 +1,63 @@
+"""Ways to train one model, side by side: each field is an array with an entry for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Setups:
+    """What a plan and a recipe say of a step, for many at once.
+
+    Args:
+        dp: data-parallel ranks; ``tp``, ``pp``: of those axes.
+        chunks: stages on each rank of ``pp``.
+        zero: 0 to 3.
+        micro: samples of a microbatch; ``microbatches``: of a rank's step.
+        sequence: tokens of a sample.
+        parallel_sequence: activations between cut layers lie in parts along the sequence.
+        full: each layer is computed again in backward; ``selective``: its attention is.
+        flash: attention never writes its square.
+        compute_bytes: of an element in forward and backward; ``gradient_bytes``: of one that is sent.
+    """
+
+    dp: Array
+    tp: Array
+    pp: Array
+    chunks: Array
+    zero: Array
+    micro: Array
+    microbatches: Array
+    sequence: Array
+    parallel_sequence: Flags
+    full: Flags
+    selective: Flags
+    flash: Flags
+    compute_bytes: Array
+    gradient_bytes: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, Any]]) -> Setups:
+        """Of one mapping of the fields for each."""
+        kinds = {"parallel_sequence", "full", "selective", "flash"}
+        found = {
+            field.name: np.array([row[field.name] for row in rows], bool if field.name in kinds else float)
+            for field in fields(cls)
+        }
+        return cls(**found)
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    @property
+    def tokens(self) -> Array:
+        """Of a microbatch."""
+        return self.micro * self.sequence
