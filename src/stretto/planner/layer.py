@@ -19,6 +19,8 @@ from stretto.planner.transformer import Transformer
 KERNEL_SECONDS = 5e-6  # of any operation on a device, however small
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
 UNALIGNED = 0.25  # of the rate, where a row of a matrix isn't a multiple of 16 bytes (measured of A100s)
+SHOWN = 0.4  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
+_CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
 _HEAD_BYTES = 28  # that an element of the logits is read and written, all passes of the loss together
 
 
@@ -48,6 +50,7 @@ class LayerModel:
         self._model, self._machines, self._links = model, machines, links
         self._peak = machines.device.peak_of(precision)
         self._matmul = self._peak * links.constants.matmul
+        self._eighth = machines.device.peak_of("fp8") * links.constants.matmul
         self._attention = self._peak * links.constants.attention
         self._memory = machines.device.memory_rate * links.constants.memory
 
@@ -58,7 +61,7 @@ class LayerModel:
         reduce = self._links.neighbours(message, one.tp)
         forward = self._linears(one) + self._core(one, backward=False) + self._forward_passes(one)
         backward = 2 * self._linears(one) + self._core(one, backward=True) + self._backward_passes(one)
-        messages = 4 * reduce + np.where(one.full, 2 * reduce, 0.0)
+        messages = (4 * reduce + np.where(one.full, 2 * reduce, 0.0)) * np.where(one.hidden, SHOWN, 1.0)
         again = np.where(one.full, forward, np.where(one.selective, self._core(one, backward=False), 0.0))
         launch = self._launch(one)
         layer = np.maximum(forward + again + backward + messages, launch)
@@ -79,10 +82,18 @@ class LayerModel:
 
     def _linears(self, one: Setups) -> Array:
         model, tokens, whole = self._model, one.tokens, np.full_like(one.tp, self._model.hidden)
-        heads = self._product(tokens, (model.hidden + 2 * model.kv_hidden) / one.tp, whole, one)
-        out = self._product(tokens, whole, whole / one.tp, one)
-        up = self._product(tokens, model.ups * model.ffn / one.tp, whole, one)
-        return heads + out + up + self._product(tokens, whole, model.ffn / one.tp, one)
+        sizes = (
+            ((model.hidden + 2 * model.kv_hidden) / one.tp, whole),
+            (whole, whole / one.tp),
+            (model.ups * model.ffn / one.tp, whole),
+            (whole, model.ffn / one.tp),
+        )
+        seconds = np.zeros(len(one))
+        for columns, inner in sizes:
+            converted = _CONVERTED * inner * (tokens + columns) / self._memory
+            eighth = 2 * tokens * columns * inner / self._eighth + converted + 3 * KERNEL_SECONDS
+            seconds = seconds + np.where(one.fp8, eighth, self._product(tokens, columns, inner, one))
+        return seconds
 
     def _core(self, one: Setups, backward: bool) -> Array:
         """Attention's two products, half of them where nothing after a token is looked at and the square isn't written;

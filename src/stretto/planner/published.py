@@ -70,6 +70,7 @@ class _Parallel(_Part):
     interleave: int | None = None
     sp: bool | None = None
     schedule: str | None = None
+    async_tp: bool | None = None
 
 
 class _Batch(_Part):
@@ -158,6 +159,8 @@ def _read(row: dict[str, Any], systems: dict[str, dict[str, Any]]) -> Published 
     if (parallel.cp or 1) > 1 or (parallel.ep or 1) > 1:
         return "context and expert parallelism aren't predicted yet"
     software = SOFTWARE.get(row.get("source", "")) or _software_of(str(row.get("notes", "")))
+    if software == "torchtitan" and "torch.compile" in str(row.get("notes", "")):
+        software = "torchtitan-compiled"
     system = systems[software]
     per_host = hardware.per_node or 8
     machines = Machines(device, hardware.count, per_host, _network(hardware.inter, per_host))
@@ -209,6 +212,8 @@ def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: dict
         "full": recompute.startswith("full"),
         "selective": recompute.startswith("selective"),
         "flash": bool(system["flash"]),
+        "hidden": bool(parallel.async_tp),
+        "fp8": "fp8" in str(row.get("precision", "")).lower(),
         "compute_bytes": 4 if wide else 2,
         "gradient_bytes": 4 if wide else system["gradient_bytes"],
     }
@@ -226,8 +231,6 @@ def _software_of(notes: str) -> str:
 
 def _precision(text: str) -> str:
     low = text.lower()
-    if "fp8" in low:
-        return "fp8"
     if low.startswith("fp32"):
         return "tf32" if "tf32" in low else "fp32"
     return "bf16" if "bf16" in low else "fp16"

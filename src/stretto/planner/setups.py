@@ -26,6 +26,8 @@ class Setups:
         parallel_sequence: activations between cut layers lie in parts along the sequence.
         full: each layer is computed again in backward; ``selective``: its attention is.
         flash: attention never writes its square.
+        hidden: messages of ``tp`` go in pieces beside the products that they feed (asynchronous tensor parallelism).
+        fp8: products of layers run in 8 bits, whose operands are converted before each.
         compute_bytes: of an element in forward and backward; ``gradient_bytes``: of one that is sent.
     """
 
@@ -41,13 +43,15 @@ class Setups:
     full: Flags
     selective: Flags
     flash: Flags
+    hidden: Flags
+    fp8: Flags
     compute_bytes: Array
     gradient_bytes: Array
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]]) -> Setups:
         """Of one mapping of the fields for each."""
-        kinds = {"parallel_sequence", "full", "selective", "flash"}
+        kinds = {"parallel_sequence", "full", "selective", "flash", "hidden", "fp8"}
         found = {
             field.name: np.array([row[field.name] for row in rows], bool if field.name in kinds else float)
             for field in fields(cls)
