@@ -1,4 +1,4 @@
-"""Fits each set of the planner's constants to published measurements, and judges each on models that it wasn't fitted to.
+"""Fits the planner's constants to published measurements, and judges each set on models that it wasn't fitted to.
 
     python benchmarks/planner/fit.py ROWS.jsonl [--write]
 
@@ -91,7 +91,8 @@ def main() -> None:
         errors = error(rows, found)
         written[f"{device}/{software}"] = {key: float(f"{value:.4g}") for key, value in found.to_json().items()}
         sources = ", ".join(sorted({row.source for row in rows}))
-        print(f"{device}/{software} ({len(rows)} rows: {sources}): {errors.mean():.1f} % {written[f'{device}/{software}']}")
+        print(f"{device}/{software} ({len(rows)} rows: {sources}): {errors.mean():.1f} %")
+        print(f"  {written[f'{device}/{software}']}")
         for source in sorted({row.source for row in rows}):
             mine = [row for row in rows if row.source == source]
             (halves if source == "vtrain_single" else leave_out)(mine, source)

@@ -9,6 +9,7 @@ import typer
 from stretto.cli.audit import audit_command
 from stretto.cli.explain import explain_command
 from stretto.cli.export import export_command
+from stretto.cli.plan import plan_command
 from stretto.cli.resume import resume_command
 from stretto.cli.run import run_command
 from stretto.cli.train import train_command
@@ -24,6 +25,7 @@ app.command("train")(train_command)
 app.command("resume")(resume_command)
 app.command("run")(run_command)
 app.command("verify")(verify_command)
+app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("audit")(audit_command)
 app.command("export")(export_command)

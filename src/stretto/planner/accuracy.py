@@ -29,8 +29,10 @@ class Accuracy:
         time_mape: mean absolute error of the step's time; ``time_median_ape``: the median.
         constant_mfu_mape: of predicting each row by the source's median share of the peak rate.
         rank_correlation: Spearman's, within each model and number of devices, the mean of them.
-        regret_p90: by how much the measured time of the plan that would be chosen is over the best measured one, in nine
-            of ten cells at most.
+        regret_p90: by how much the measured time of the plan that would be chosen is over the best measured one, in
+            nine of ten cells at most.
+        memory_mape: mean absolute error of the peak memory; ``memory_median_ape``: the median.
+        fit_contradictions: share of rows that fitted though predicted not to, or the other way round.
     """
 
     source: str
@@ -41,6 +43,9 @@ class Accuracy:
     constant_mfu_mape: float | None = None
     rank_correlation: float | None = None
     regret_p90: float | None = None
+    memory_mape: float | None = None
+    memory_median_ape: float | None = None
+    fit_contradictions: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -13,7 +13,8 @@ import yaml
 from stretto.errors import UserError, nearest
 
 GIGA: Final = 1e9
-# Where a rate isn't stated: that of another precision, and what share of it. TF32 runs at half the rate of bfloat16, 8 bits at twice.
+# Where a rate isn't stated: that of another precision, and what share of it.
+# TF32 runs at half the rate of bfloat16, 8 bits at twice.
 _LIKE: Final = {
     "bf16": (("fp16", 1.0), ("fp32", 1.0)),
     "fp16": (("bf16", 1.0), ("fp32", 1.0)),
