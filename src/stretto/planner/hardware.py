@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
@@ -15,13 +16,15 @@ from stretto.errors import UserError, nearest
 GIGA: Final = 1e9
 # Where a rate isn't stated: that of another precision, and what share of it.
 # TF32 runs at half the rate of bfloat16, 8 bits at twice.
-_LIKE: Final = {
-    "bf16": (("fp16", 1.0), ("fp32", 1.0)),
-    "fp16": (("bf16", 1.0), ("fp32", 1.0)),
-    "tf32": (("bf16", 0.5), ("fp32", 1.0)),
-    "fp8": (("bf16", 2.0), ("fp16", 1.0), ("fp32", 1.0)),
-    "fp32": (),
-}
+_LIKE: Final = MappingProxyType(
+    {
+        "bf16": (("fp16", 1.0), ("fp32", 1.0)),
+        "fp16": (("bf16", 1.0), ("fp32", 1.0)),
+        "tf32": (("bf16", 0.5), ("fp32", 1.0)),
+        "fp8": (("bf16", 2.0), ("fp16", 1.0), ("fp32", 1.0)),
+        "fp32": (),
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
@@ -18,16 +19,18 @@ from stretto.planner.hardware import Device, Machines, find_device
 from stretto.planner.transformer import Transformer
 
 # Sources whose training system the row itself doesn't name.
-SOFTWARE: Final = {
-    "hf_ultrascale_playbook": "nanotron",
-    "hf_ultrascale_playbook_oom": "nanotron",
-    "vtrain_single": "megatron-deepspeed",
-    "bigscience_bloom_tuning": "megatron-deepspeed",
-    "sailor_gh200": "megatron-deepspeed",
-    "mosaicml_llm_foundry": "llm-foundry",
-    "internevo": "internevo",
-    "torchtitan": "torchtitan",
-}
+SOFTWARE: Final = MappingProxyType(
+    {
+        "hf_ultrascale_playbook": "nanotron",
+        "hf_ultrascale_playbook_oom": "nanotron",
+        "vtrain_single": "megatron-deepspeed",
+        "bigscience_bloom_tuning": "megatron-deepspeed",
+        "sailor_gh200": "megatron-deepspeed",
+        "mosaicml_llm_foundry": "llm-foundry",
+        "internevo": "internevo",
+        "torchtitan": "torchtitan",
+    }
+)
 _NAMED: Final = (
     ("megatron-deepspeed", "megatron-deepspeed"),
     *(("nanotron", "nanotron"), ("foundry", "llm-foundry"), ("internevo", "internevo"), ("torchtitan", "torchtitan")),
