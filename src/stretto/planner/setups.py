@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+DEFAULTS: Final = MappingProxyType({"cp": 1, "schedule": SCHEDULES.index("1f1b"), "offload": False})
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Setups:
 
     Args:
         dp: data-parallel ranks; ``tp``, ``pp``: of those axes.
-        chunks: stages on each rank of ``pp``.
+        cp: of context parallelism, which cuts a sequence; ``shard``: of dp's, those that ``zero`` cuts over.
+        chunks: stages on each rank of ``pp``; ``schedule``: its place in ``SCHEDULES``.
         zero: 0 to 3.
         micro: samples of a microbatch; ``microbatches``: of a rank's step.
         sequence: tokens of a sample.
@@ -27,6 +31,7 @@ class Setups:
         full: each layer is computed again in backward; ``selective``: its attention is.
         flash: attention never writes its square.
         hidden: messages of ``tp`` go in pieces beside the products that they feed (asynchronous tensor parallelism).
+        offload: what the optimizer keeps lies on the host.
         fp8: products of layers run in 8 bits, whose operands are converted before each.
         compute_bytes: of an element in forward and backward; ``gradient_bytes``: of one that is sent.
     """
@@ -47,15 +52,21 @@ class Setups:
     fp8: Flags
     compute_bytes: Array
     gradient_bytes: Array
+    cp: Array
+    shard: Array
+    schedule: Array
+    offload: Flags
 
     @classmethod
-    def of(cls, rows: Sequence[dict[str, Any]]) -> Setups:
-        """Of one mapping of the fields for each."""
-        kinds = {"parallel_sequence", "full", "selective", "flash", "hidden", "fp8"}
-        found = {
-            field.name: np.array([row[field.name] for row in rows], bool if field.name in kinds else float)
-            for field in fields(cls)
-        }
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Setups:
+        """Of one mapping of the fields for each; those of ``DEFAULTS`` may be left out."""
+        found = {}
+        for field in fields(cls):
+            kind = bool if field.type == "Flags" else float
+            values = [row.get(field.name, DEFAULTS.get(field.name)) for row in rows]
+            if field.name == "shard":
+                values = [row["dp"] if value is None else value for row, value in zip(rows, values, strict=True)]
+            found[field.name] = np.array(values, kind)
         return cls(**found)
 
     def __len__(self) -> int:
