@@ -30,7 +30,7 @@ class LayerTime:
 
     Args:
         layer: forward and backward of a layer, with its messages.
-        messages: of those.
+        messages: of those, of ``tp``, and of ``cp`` that attention doesn't hide.
         launch: the least that the host lets a layer take.
         head: the output layer and the loss.
         embedding: what comes before the layers.
@@ -62,15 +62,25 @@ class LayerModel:
         forward = self._linears(one) + self._core(one, backward=False) + self._forward_passes(one)
         backward = 2 * self._linears(one) + self._core(one, backward=True) + self._backward_passes(one)
         messages = (4 * reduce + np.where(one.full, 2 * reduce, 0.0)) * np.where(one.hidden, SHOWN, 1.0)
+        messages = messages + self._around(one)
         again = np.where(one.full, forward, np.where(one.selective, self._core(one, backward=False), 0.0))
         launch = self._launch(one)
         layer = np.maximum(forward + again + backward + messages, launch)
         return LayerTime(layer, messages, launch, self._head(one), self._embedding(one))
 
+    def _around(self, one: Setups) -> Array:
+        """Keys and values go around the ranks of ``cp``, each turn beside attention on what has come (arXiv
+        2310.01889); in backward their gradients go with them. What is computed again goes around again."""
+        block = 2 * one.compute_bytes * one.tokens * self._model.kv_hidden / one.tp
+        turn, turns = self._links.ring(block, one.cp, one.tp), one.cp - 1
+        forward = np.maximum(0.0, turn - self._core(one, backward=False) / one.cp)
+        backward = np.maximum(0.0, 2 * turn - self._core(one, backward=True) / one.cp)
+        return turns * (forward * np.where(one.full | one.selective, 2.0, 1.0) + backward)
+
     def _launch(self, one: Setups) -> Array:
         constants, host = self._links.constants, self._machines.per_host
         launch = constants.launch_seconds * (3.0 + one.full)
-        leaves = (one.pp > 1) & (one.dp * one.tp * one.pp > host) & (one.tp > 1)
+        leaves = (one.pp > 1) & (one.dp * one.cp * one.tp * one.pp > host) & (one.tp > 1)
         stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.5, 0.0)
         return launch + stall * one.tp * constants.stall_seconds
 
