@@ -74,12 +74,7 @@ def step_time(
         balanced: stages are cut so that the longest is shortest, with the output layer counted; otherwise, and where a
             rank has several, each has as many layers.
     """
-    steps = StepModel(model, machines, constants, precision, balanced)
-    work = steps.work(setups)
-    tensor = setups.microbatches * work.layers * work.times.messages
-    compute = setups.microbatches * work.longest - tensor
-    bubble, stages = steps.pipeline(setups, work)
-    return StepTime(compute, tensor, bubble, stages, steps.data(setups, work), steps.update(setups), work.layers)
+    return StepModel(model, machines, constants, precision, balanced).time(setups)
 
 
 class StepModel:
@@ -91,6 +86,14 @@ class StepModel:
         self._model, self._machines, self._constants, self._balanced = model, machines, constants, balanced
         self._links = Links(machines, constants)
         self._layers = LayerModel(model, machines, self._links, precision)
+
+    def time(self, one: Setups) -> StepTime:
+        """Of each setup."""
+        work = self.work(one)
+        tensor = one.microbatches * work.layers * work.times.messages
+        bubble, stages = self.pipeline(one, work)
+        compute = one.microbatches * work.longest - tensor
+        return StepTime(compute, tensor, bubble, stages, self.data(one, work), self.update(one), work.layers)
 
     def work(self, one: Setups) -> Work:
         """Of a microbatch."""
