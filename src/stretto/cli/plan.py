@@ -33,7 +33,7 @@ def plan_command(
         Path | None, typer.Option("--check", metavar="ROWS.jsonl", help="Judge predictions by published measurements.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="MODEL.yaml", help="A transformer by its sizes: layers, hidden, ...")
+        Path | None, typer.Option("--model", metavar="MODEL.yaml", help="A transformer by its sizes.")
     ] = None,
     on: Annotated[
         str | None, typer.Option("--on", metavar="CLUSTER", help="128xH100, in hosts of 8; or a cluster's YAML file.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from stretto.cli.display import count, duration
+from stretto.cli.words import count, duration
 from stretto.errors import UserError, nearest
 from stretto.planner.advise import MEMORY, PARTS, PLAYED, Advice, Advised, advise, explain_plan, frontier
 from stretto.planner.constants import find_constants, read_sets
@@ -50,10 +50,8 @@ def plan_described(
         return
     _print_head(space, software, model)
     if advice:
-        print(
-            f"{advice.candidates:,} plans; the best {PLAYED} ways to cut are exact by closed form, then ranked by events"
-            f" (~: closed form); {spent:.2f} s"
-        )
+        told = f"the best {PLAYED} ways to cut, exact by closed form, are ranked by events (~: by closed form)"
+        print(f"{advice.candidates:,} plans; {told}; {spent:.2f} s")
     _print_plans(plans)
     _print_best(plans[0])
     if advice:
@@ -105,9 +103,10 @@ def _print_why(advice: Advice) -> None:
     if len(advice.plans) > 1:
         second = advice.plans[1]
         more = {name: second.parts[name] - best.parts[name] for _, name in PARTS}
-        told = [f"{name} {_signed(more[name])}" for name in sorted(more, key=lambda name: -more[name])[:2] if more[name] > 0]
-        told += [f"{name} {_signed(more[name])}" for name in sorted(more, key=lambda name: more[name])[:1] if more[name] < 0]
-        print(f"2 takes {_signed(second.seconds - best.seconds)} s: {', '.join(told) or 'as long'}")
+        order = sorted(more, key=lambda name: -more[name])
+        told = [name for name in order[:2] if more[name] > 0] + [name for name in order[-1:] if more[name] < 0]
+        why = ", ".join(f"{name} {_signed(more[name])}" for name in told)
+        print(f"2 takes {_signed(second.seconds - best.seconds)} s: {why}")
     print(f"what binds: {advice.binds}. Twice as much of each, by closed form:")
     for one in advice.changes:
         same = " (the same plan)" if one.plan == best.plan else f" with {one.plan}"

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from stretto.errors import UserError
 from stretto.planner.hardware import Machines
-from stretto.planner.play import Played, Player
 from stretto.planner.plans import plan_of, setups_of
+from stretto.planner.play import Played, Player
 from stretto.planner.score import Scorer
 from stretto.planner.search import Found, search
 
@@ -32,21 +32,25 @@ class Advised:
     """One plan, judged.
 
     Args:
-        seconds: of a step; ``events``: whether they were played, or are the closed form's.
-        parts: of the seconds, which they add up to; ``memory``: bytes by what they are for, on the rank that needs the
-            most; ``risk``: the probability that they don't fit.
+        parts: seconds of a step by what they are for; ``events``: whether they were played, or are the closed form's.
+        memory: bytes by what they are for, on the rank that needs the most; ``risk``: the probability that they don't
+            fit.
         mfu: share of the peak rate that the model's own flops have.
     """
 
     plan: str
     micro: int
-    seconds: float
-    events: bool
     parts: dict[str, float]
+    events: bool
     memory: dict[str, float]
     risk: float
     tokens_per_second: float
     mfu: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts.values())
 
     @property
     def memory_bytes(self) -> float:
@@ -55,7 +59,7 @@ class Advised:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        return {**dataclasses.asdict(self), "memory_bytes": self.memory_bytes}
+        return {**dataclasses.asdict(self), "seconds": self.seconds, "memory_bytes": self.memory_bytes}
 
 
 @dataclass(frozen=True)
@@ -142,23 +146,22 @@ def _advised(scorer: Scorer, found: Found, played: Sequence[Played | None]) -> l
     peak = machines.device.peak_of(described.precision) * machines.count
     for at, events in enumerate(played):
         parts = {name: float(getattr(found.times, key)[at]) for key, name in PARTS}
-        seconds = sum(parts.values())
         if events is not None:
-            seconds = _wait(parts, events.seconds)
+            _wait(parts, events.seconds)
+        seconds = sum(parts.values())
         memory = {name: float(getattr(found.memory, name)[at]) for name in MEMORY}
         plan, micro, risk = plan_of(found.setups, at), int(found.setups.micro[at]), float(found.risks[at])
         rates = tokens / seconds, flops / seconds / peak
-        plans.append(Advised(plan, micro, seconds, events is not None, parts, memory, risk, *rates))
+        plans.append(Advised(plan, micro, parts, events is not None, memory, risk, *rates))
     return plans
 
 
-def _wait(parts: dict[str, float], seconds: float) -> float:
-    """What events add to the closed form, or save, is waiting: for other stages, and for messages of them."""
+def _wait(parts: dict[str, float], seconds: float) -> None:
+    """What events add to the closed form, or save, is waiting: for other stages, and for their messages; in place."""
     waits = seconds - sum(parts.values()) + parts["bubble"] + parts["messages of pp"]
     parts["messages of pp"] = min(parts["messages of pp"], max(0.0, waits))
     parts["bubble"] = max(0.0, waits - parts["messages of pp"])
     parts["compute"] += min(0.0, waits)
-    return seconds
 
 
 def _changes(scorer: Scorer, found: Found) -> tuple[Change, ...]:
@@ -173,9 +176,10 @@ def _changes(scorer: Scorer, found: Found) -> tuple[Change, ...]:
 
 def _twice(machines: Machines) -> dict[str, Machines]:
     device, replace = machines.device, dataclasses.replace
+    peak = {precision: 2 * rate for precision, rate in device.peak.items()}
     found = {
         "memory": replace(machines, device=replace(device, memory_bytes=2 * device.memory_bytes)),
-        "compute rate": replace(machines, device=replace(device, peak={key: 2 * rate for key, rate in device.peak.items()})),
+        "compute rate": replace(machines, device=replace(device, peak=peak)),
         "memory's rate": replace(machines, device=replace(device, memory_rate=2 * device.memory_rate)),
         "links in a host": replace(machines, device=replace(device, link_rate=2 * device.link_rate)),
         "links between hosts": replace(machines, network_rate=2 * machines.network_rate),

@@ -75,7 +75,8 @@ class LayerModel:
         turn, turns = self._links.ring(block, one.cp, one.tp), one.cp - 1
         forward = np.maximum(0.0, turn - self._core(one, backward=False) / one.cp)
         backward = np.maximum(0.0, 2 * turn - self._core(one, backward=True) / one.cp)
-        return turns * (forward * np.where(one.full | one.selective, 2.0, 1.0) + backward)
+        found: Array = turns * (forward * np.where(one.full | one.selective, 2.0, 1.0) + backward)
+        return found
 
     def _launch(self, one: Setups) -> Array:
         constants, host = self._links.constants, self._machines.per_host

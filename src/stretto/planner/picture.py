@@ -56,7 +56,8 @@ def _frontier(points: Sequence[tuple[float, float]], title: str) -> str:
         f'<title>{escape(title)}</title><style>{_STYLE}</style><rect class="back" width="100%" height="100%"/>',
         f'<text x="8" y="18" style="font-weight: bold">{escape(title)}</text>',
         '<text x="8" y="34">seconds of the fastest plan by memory of the device that needs the most</text>',
-        f'<path class="axis" fill="none" d="M{_LEFT} {_TOP}V{low}H{_WIDTH - 16}"/><polyline class="line" points="{line}"/>',
+        f'<path class="axis" fill="none" d="M{_LEFT} {_TOP}V{low}H{_WIDTH - 16}"/>',
+        f'<polyline class="line" points="{line}"/>',
         *(f'<g><title>{text}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="4"/></g>' for x, y, text in told),
     ]
     for seconds in sorted({shortest, longest}):

@@ -41,7 +41,8 @@ def setups_of(text: str, space: Space) -> Setups:
     cp, rest = _cp(text)
     plan, model, count = Plan.parse(rest), space.described.model, space.machines.count
     if plan.world_size * cp != count:
-        raise PlanError(f"plan {text} needs {plan.world_size * cp} devices, and the cluster has {count}; give dp={count}")
+        said = f"plan {text} needs {plan.world_size * cp} device(s), and the cluster has {count}"
+        raise PlanError(f"{said}; give another dp")
     if plan.branch > 1 or plan.offload in ("activations", "all"):
         said = "branch" if plan.branch > 1 else f"offload={plan.offload}"
         raise PlanError(f"plan {text}: {said} isn't predicted for a model that is only described; leave it out")

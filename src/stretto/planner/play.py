@@ -8,11 +8,11 @@ from typing import Final
 import numpy as np
 
 from stretto.planner.score import Scorer
-from stretto.planner.setups import SCHEDULES, Array, Setups
+from stretto.planner.setups import SCHEDULES, Setups
 from stretto.planner.step import weight_share
 from stretto.schedule import Costs, Flow, Schedule, Timeline, build_schedule, simulate
 
-# Actions that are played of all plans together, the best plan first, for each device and within bounds: some 60 µs each.
+# Actions (some 60 µs each) that are played of all plans together, the best plan first: for each device, within bounds.
 ACTIONS_PER_DEVICE, FEWEST_ACTIONS, MOST_ACTIONS = 2, 2_000, 20_000
 _KINDS: Final = 2  # of actions on a microbatch at a stage; one more where weights are for themselves
 
@@ -50,14 +50,15 @@ class Player:
         return found
 
     def play_one(self, one: Setups) -> Played:
-        """A single plan. Where it has more microbatches than two rounds over the stages, each further round takes what
-        the second adds to the first."""
+        """A single plan. Where it has more microbatches than two rounds over the stages, a further round takes what the
+        second adds to the first, and at least as long as the rank that works most."""
         pp, count = int(one.pp[0]), int(one.microbatches[0])
         costs, few = self._costs(one), min(count, 2 * pp)
         timeline = simulate(self._schedule(one, few), costs)
         seconds = timeline.seconds
         if count > few:
-            seconds += (count - few) / pp * (seconds - simulate(self._schedule(one, pp), costs).seconds)
+            second = seconds - simulate(self._schedule(one, pp), costs).seconds
+            seconds += (count - few) / pp * max(second, max(timeline.busy) / 2)
         beside = self._scorer.time(one)
         return Played(seconds + float(beside.data[0] + beside.update[0]), timeline)
 

@@ -75,7 +75,8 @@ class Scorer:
 
     def least_seconds(self, cores: Setups, allowed: tuple[Flags, Flags]) -> Array:
         """What a core takes with the options that suit it best, whatever their memory: parts of a step add up, and a
-        schedule decides others than ``zero`` and offload do. No plan of the core takes less."""
+        schedule decides others than ``zero`` and offload do. No plan of the core takes less; those with several stages
+        on a rank take more where one each would be cut unevenly, for theirs are even."""
         steps, join = self.steps, self.space.join
         work, none = steps.work(cores), np.zeros(len(cores), np.int64)
         around, shared = np.full(len(cores), np.inf), np.full(len(cores), np.inf)
@@ -85,7 +86,8 @@ class Scorer:
         for at, fine in enumerate(allowed[1].T):
             one = join(cores, none, none + at)
             shared = np.where(fine, np.minimum(shared, steps.data(one, work) + steps.update(one)), shared)
-        return cores.microbatches * work.longest + around + shared
+        found: Array = cores.microbatches * work.longest + around + shared
+        return found
 
     def may_fit(self, cores: Setups, allowed: tuple[Flags, Flags]) -> tuple[Flags, Array]:
         """Whether any plan of a core may be proposed, and the least memory of one: that of 1f1b, beside which no

@@ -1,5 +1,4 @@
-"""The best plans of a space, exactly: by closed form, with cores passed over only where none of their plans can be among
-the best.
+"""The best plans of a space, exactly: it passes over only cores none of whose plans can be among the best.
 
 Of each core one bound says what its work alone takes, and a second what its fastest plan would take if memory were no
 matter. Cores are looked at in the order of the first, those that come together are opened in the order of the second,
@@ -95,8 +94,8 @@ def search(scorer: Scorer, most: int) -> Found:
             break
         some = cores.take(at)
         allowed = space.allowed(some)
-        fits, memory = scorer.may_fit(some, allowed)
-        least = min(least, float(memory.min()))
+        fits, sizes = scorer.may_fit(some, allowed)
+        least = min(least, float(sizes.min()))
         bounds = scorer.least_seconds(some.take(fits), (allowed[0][fits], allowed[1][fits]))
         _open(scorer, at[fits], bounds, best)
     if not best.plans:
@@ -127,7 +126,12 @@ def _open(scorer: Scorer, places: Places, bounds: Array, best: _Best) -> None:
 
 
 def _nothing(scorer: Scorer, candidates: int, least: float) -> str:
-    machines = scorer.space.machines
+    machines, model, batch = scorer.machines, scorer.space.described.model, scorer.space.batch
+    if not candidates:
+        limits = (
+            f"tp divides {model.kv_heads} kv_heads, pp is at most {model.layers} layers, dp at most {batch} samples"
+        )
+        return f"no plan has work for all of {machines.count} devices: {limits}; use fewer devices or a larger --batch"
     has = f"a {machines.device.name} has {machines.device.memory_bytes / 1e9:.0f} GB"
     said = f"none of {candidates:,} plans is likely to fit on {machines.count} devices: the least takes"
     return f"{said} {least / 1e9:.1f} GB, and {has}; use more devices, a smaller model or a shorter sequence"

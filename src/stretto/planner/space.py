@@ -139,8 +139,8 @@ class Space:
         pp, dp, inside = cores.pp[:, None], cores.dp[:, None], self.inside(cores)[:, None]
         even = (layers % (pp * options.chunks) == 0) & (cores.microbatches[:, None] % pp == 0)
         ways = ((options.chunks == 1) | even) & ((pp > 1) | (options.schedule == _PLAIN))
-        cuts = ((dp > 1) | (options.zero == 0)) & (~options.hybrid | ((inside > 1) & (inside < dp) & (dp % inside == 0)))
-        return ways, cuts
+        hybrid = (inside > 1) & (inside < dp) & (dp % inside == 0)
+        return ways, ((dp > 1) | (options.zero == 0)) & (hybrid | ~options.hybrid)
 
     def inside(self, cores: Setups) -> Array:
         """Ranks of dp in one host."""
@@ -150,9 +150,8 @@ class Space:
         """Each core with the options at these places, of those that :meth:`allowed` lists."""
         chosen = self.options
         shard = np.where(chosen.hybrid[cut], self.inside(cores), cores.dp)
-        columns = {"schedule": chosen.schedule[way], "chunks": chosen.chunks[way]}
-        columns |= {"zero": chosen.zero[cut], "shard": shard}
-        return dataclasses.replace(cores, **columns, offload=chosen.offload[cut])
+        around = dataclasses.replace(cores, schedule=chosen.schedule[way], chunks=chosen.chunks[way])
+        return dataclasses.replace(around, zero=chosen.zero[cut], shard=shard, offload=chosen.offload[cut])
 
 
 def divisors(number: int) -> list[int]:

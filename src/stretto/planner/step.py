@@ -109,9 +109,13 @@ class StepModel:
 
     def pipeline(self, one: Setups, work: Work) -> tuple[Array, Array]:
         """The bubble, and the messages between stages: 1f1b's bubble, which several stages on a rank divide (arXiv
-        2104.04473, section 2.2), and which work on weights fills twice (ZB-H1, arXiv 2401.10241, section 2.2)."""
-        bubble = np.where(one.pp > 1, (work.whole - work.longest) / one.chunks, 0.0)
-        bubble = bubble * np.where(one.schedule == ZERO_BUBBLE, 1 - 2 * weight_share(one), 1.0)
+        2104.04473, section 2.2). With zero-bubble (ZB-H1, arXiv 2401.10241, section 2.2) no stage waits for another's
+        work on weights, and its own stands in the gaps; with few microbatches there isn't enough of it for them."""
+        gap = np.where(one.pp > 1, work.whole - work.longest, 0.0)
+        share, other = weight_share(one), gap / np.maximum(one.pp - 1, 1.0)
+        few = (1 - share) * gap - share * (one.microbatches * work.longest - other)
+        filled = np.maximum((1 - 2 * share) * gap, few)
+        bubble = np.where(one.schedule == ZERO_BUBBLE, filled, gap / one.chunks)
         hops = 2 * (one.pp - 1 + 0.5 * (one.microbatches - 1)) * one.chunks
         return bubble, np.where(one.pp > 1, hops * self.hop(one), 0.0)
 
