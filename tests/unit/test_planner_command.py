@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from stretto.cli.main import main
+from stretto.planner.advise import _wait
+from stretto.planner.described import read_model
 
 GPT = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304, "sequence": 2048}
 
@@ -106,6 +108,23 @@ def test_a_cluster_file_says_hosts_and_rates(tmp_path: Path, capsys: pytest.Capt
     cluster.write_text("hosts:\n- {device: H100, count: 2, devices: 4, network_gb_per_second: 12.5}\n")
     text = plan("--model", write(tmp_path), "--on", str(cluster), "--batch", "64", capsys=capsys)
     assert "8 H100-SXM5-80GB in hosts of 4, 12.5 GB/s" in text
+
+
+def test_what_a_model_leaves_out_is_what_is_usual(tmp_path: Path) -> None:
+    plain = read_model(Path(write(tmp_path)))
+    assert (plain.model.kv_heads, plain.model.ffn, plain.model.tied, plain.precision) == (16, 8192, True, "bf16")
+    said = {"kv_heads": 4, "ffn": 6000, "gated": True, "tied": False, "positions": 64, "precision": "fp8"}
+    found = read_model(Path(write(tmp_path, **said)))
+    assert {**vars(found.model), **vars(found)}.items() >= said.items()
+
+
+@pytest.mark.parametrize("seconds", [7.0, 8.5, 9.5, 30.0])
+def test_parts_add_up_to_what_events_say(seconds: float) -> None:
+    parts = {"compute": 8.0, "messages of pp": 1.0, "bubble": 2.0}
+    _wait(parts, seconds)
+    assert sum(parts.values()) == pytest.approx(seconds)
+    assert min(parts.values()) >= 0
+    assert parts["compute"] == min(8.0, seconds)
 
 
 def mistakes() -> list[Any]:

@@ -62,6 +62,8 @@ def test_copies_inside_hosts_spare_the_network() -> None:
     whole = slow.time(setups_of("dp=16,zero=3,microbatches=8", slow.space))
     hybrid = slow.time(setups_of("dp_replicate=2,dp_shard=8,microbatches=8", slow.space))
     assert hybrid.data[0] < whole.data[0] / 4
+    rate = 1e9 * slow.constants.between
+    assert hybrid.data[0] > slow.space.described.model.parameters * 4 / 8 / rate  # an all-reduce of two, of an eighth
     quick = replace(slow, rates=replace(slow.space.machines, network_rate=1e15))
     assert quick.time(setups_of("dp_replicate=2,dp_shard=8,microbatches=8", slow.space)).data[0] > 0
 
@@ -75,6 +77,10 @@ def test_context_parallelism_shares_tokens_and_pays_for_its_ring() -> None:
     assert 0 < times.messages[0] < times.layer[0]
     slow = replace(scorer, rates=replace(scorer.space.machines, per_host=1, network_rate=1e9))
     assert slow.steps.work(cut).times.messages[0] > 10 * times.messages[0]
+    narrow = replace(scorer, rates=replace(scorer.space.machines, network_rate=1e9))
+    assert narrow.steps.work(cut).times.messages[0] == times.messages[0]  # its ring stands in a host
+    across = setups_of("dp=1,tp=2,cp=8", scorer.space)
+    assert narrow.steps.work(across).times.messages[0] > scorer.steps.work(across).times.messages[0]
     again = setups_of("dp=8,microbatches=8,recompute=full,cp=2", scorer.space)
     assert slow.steps.work(again).times.messages[0] > slow.steps.work(cut).times.messages[0]
 

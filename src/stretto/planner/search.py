@@ -17,10 +17,9 @@ from stretto.errors import UserError
 from stretto.planner.memory import Memory
 from stretto.planner.score import Scorer
 from stretto.planner.setups import Array, Setups
-from stretto.planner.space import Places
+from stretto.planner.space import CHUNK, Places
 from stretto.planner.step import StepTime
 
-CHUNK: Final = 2**14  # cores whose first bound is computed at once
 LOOKED: Final = 2**11  # cores whose second is
 OPENED: Final = 2**6  # cores opened at once: each has up to some hundreds of plans
 _SLACK: Final = 1 + 1e-9  # by which rounding may put a bound over the time that it bounds
@@ -77,13 +76,9 @@ def search(scorer: Scorer, most: int) -> Found:
         UserError: no plan fits.
     """
     space = scorer.space
-    cores, least, candidates = space.cores, np.inf, 0
-    floors = [np.zeros(0)]
+    cores, least, floors = space.cores, np.inf, [np.zeros(0)]
     for start in range(0, len(cores), CHUNK):
-        chunk = cores.take(slice(start, start + CHUNK))
-        ways, cuts = space.allowed(chunk)
-        candidates += int((ways.sum(axis=1) * cuts.sum(axis=1)).sum())
-        floors.append(scorer.floor(chunk))
+        floors.append(scorer.floor(cores.take(slice(start, start + CHUNK))))
     floor = np.concatenate(floors)
     order = np.argsort(floor, kind="stable")
     best = _Best(most, {})
@@ -99,11 +94,11 @@ def search(scorer: Scorer, most: int) -> Found:
         bounds = scorer.least_seconds(some.take(fits), (allowed[0][fits], allowed[1][fits]))
         _open(scorer, at[fits], bounds, best)
     if not best.plans:
-        raise UserError(_nothing(scorer, candidates, least))
+        raise UserError(_nothing(scorer, least))
     core, way, cut = np.array([plan[2:] for plan in sorted(best.plans.values())[:most]]).T
     setups = space.join(cores.take(core), way, cut)
     memory = scorer.memory(setups)
-    return Found(setups, scorer.time(setups), memory, scorer.risk(memory), candidates, best.judged)
+    return Found(setups, scorer.time(setups), memory, scorer.risk(memory), space.candidates, best.judged)
 
 
 def _open(scorer: Scorer, places: Places, bounds: Array, best: _Best) -> None:
@@ -125,13 +120,14 @@ def _open(scorer: Scorer, places: Places, bounds: Array, best: _Best) -> None:
             best.add(setups, (scorer.time(setups).total, memory.total[fits], *places_of))
 
 
-def _nothing(scorer: Scorer, candidates: int, least: float) -> str:
-    machines, model, batch = scorer.machines, scorer.space.described.model, scorer.space.batch
-    if not candidates:
+def _nothing(scorer: Scorer, least: float) -> str:
+    space, machines = scorer.space, scorer.machines
+    model, batch = space.described.model, space.batch
+    if not space.candidates:
         limits = (
             f"tp divides {model.kv_heads} kv_heads, pp is at most {model.layers} layers, dp at most {batch} samples"
         )
         return f"no plan has work for all of {machines.count} devices: {limits}; use fewer devices or a larger --batch"
     has = f"a {machines.device.name} has {machines.device.memory_bytes / 1e9:.0f} GB"
-    said = f"none of {candidates:,} plans is likely to fit on {machines.count} devices: the least takes"
+    said = f"none of {space.candidates:,} plans is likely to fit on {machines.count} devices: the least takes"
     return f"{said} {least / 1e9:.1f} GB, and {has}; use more devices, a smaller model or a shorter sequence"

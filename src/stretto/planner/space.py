@@ -20,6 +20,7 @@ from stretto.planner.described import Described
 from stretto.planner.hardware import Machines
 from stretto.planner.setups import SCHEDULES, Array, Flags, Setups
 
+CHUNK: Final = 2**14  # cores that are looked at together, so that memory is bounded
 Places = NDArray[np.int64]
 _RECOMPUTE: Final = ((0, 0), (0, 1), (1, 0))  # full, selective: none, selective, full
 _PLAIN: Final = SCHEDULES.index("1f1b")
@@ -113,6 +114,15 @@ class Space:
             {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "parallel_sequence": cut > 0, "micro": micro}
             | {"microbatches": count, "full": full > 0, "selective": selective > 0}
         )
+
+    @cached_property
+    def candidates(self) -> int:
+        """How many plans there are."""
+        found = 0
+        for start in range(0, len(self.cores), CHUNK):
+            ways, cuts = self.allowed(self.cores.take(slice(start, start + CHUNK)))
+            found += int((ways.sum(axis=1) * cuts.sum(axis=1)).sum())
+        return found
 
     def setups(self, columns: Mapping[str, Any]) -> Setups:
         """With what the model, the precision and the training system settle."""
