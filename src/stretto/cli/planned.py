@@ -94,7 +94,7 @@ def _print_plans(plans: Sequence[Advised]) -> None:
 
 def _print_best(best: Advised) -> None:
     times = ", ".join(f"{name} {_seconds(best.parts[name])}" for _, name in PARTS if best.parts[name] > 0)
-    sizes = ", ".join(f"{name} {best.memory[name] / 1e9:.1f}" for name in MEMORY)
+    sizes = ", ".join(f"{name} {best.memory[name] / 1e9:.1f}" for name in MEMORY if best.memory[name] > 5e7)
     print(f"\nseconds of 1: {times}\nGB of 1, on the rank that needs the most: {sizes}")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from stretto.errors import UserError
 from stretto.planner.hardware import Machines
 from stretto.planner.plans import plan_of, setups_of
+from stretto.planner.memory import Memory
 from stretto.planner.play import Played, Player
 from stretto.planner.score import Scorer
 from stretto.planner.search import Found, search
@@ -23,7 +24,7 @@ PARTS: Final = (
     ("bubble", "bubble"),
     ("update", "optimizer"),
 )
-MEMORY: Final = ("states", "activations", "logits", "overhead")
+MEMORY: Final = tuple(field.name for field in dataclasses.fields(Memory))
 _BINDS: Final = 0.02  # a limit binds if twice as much of it makes a step shorter by more
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stretto.errors import UserError
 from stretto.planner.described import Described
 from stretto.planner.hardware import Machines
-from stretto.planner.setups import SCHEDULES, Array, Flags, Setups
+from stretto.planner.setups import DEFAULTS, SCHEDULES, Array, Flags, Setups
 
 CHUNK: Final = 2**14  # cores that are looked at together, so that memory is bounded
 Places = NDArray[np.int64]
@@ -137,10 +137,10 @@ class Space:
             "fp8": precision == "fp8",
             "compute_bytes": width,
             "gradient_bytes": max(width, float(self.system["gradient_bytes"])),
-            "schedule": float(_PLAIN),
-            "offload": False,
         }
-        filled = {name: np.full(number, value) for name, value in plain.items()}
+        plain = {**DEFAULTS, **plain}
+        kinds = {field.name: bool if field.type == "Flags" else float for field in dataclasses.fields(Setups)}
+        filled = {name: np.full(number, value, kinds[name]) for name, value in plain.items()}
         return Setups(**{**filled, "shard": columns["dp"], **columns})
 
     def allowed(self, cores: Setups) -> tuple[Flags, Flags]:
