@@ -126,11 +126,13 @@ def test_a_figure_of_memory_is_what_the_row_says_it_is(tmp_path: Path) -> None:
 
 
 def test_a_first_stage_is_judged_by_itself(tmp_path: Path) -> None:
-    wide = changed(PLAYBOOK, model={"vocab": 2_000_000}, parallel={"dp": 1, "pp": 8}, batch={"micro": 4})
+    wide = changed(PLAYBOOK, model={"vocab": 500_000}, parallel={"pp": 2, "zero": 1})
+    wide = changed(wide, batch={"micro": 4, "global": 32, "grad_accum": 1})
     anywhere = changed(wide, notes="")
     (first, worst), over = predict_memory(good(tmp_path, wide, anywhere))
     assert worst > 1.5 * first
-    assert over[0] == over[1] > 0.99, "what has to fit is the worst stage, wherever memory was read"
+    assert first < 0.7 * find_device("H100").memory_bytes
+    assert over[0] == over[1] > 0.9, "what has to fit is the worst stage, wherever memory was read"
 
 
 def test_a_device_has_nearly_the_bytes_that_its_name_says() -> None:
