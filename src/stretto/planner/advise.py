@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from stretto.errors import UserError
 from stretto.planner.hardware import Machines
-from stretto.planner.plans import plan_of, setups_of
 from stretto.planner.memory import Memory
+from stretto.planner.plans import plan_of, setups_of
 from stretto.planner.play import Played, Player
 from stretto.planner.score import Scorer
 from stretto.planner.search import Found, search

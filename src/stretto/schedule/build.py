@@ -31,7 +31,7 @@ class _Board:
         self.ends: dict[Action, int] = {}
         self.begun = {kind: [0] * len(flow.ranks) for kind in units}
         self.gradient = Kind.INPUT if Kind.INPUT in units else Kind.BACKWARD
-        self._next: dict[tuple[Kind, int], tuple[Action, tuple[Action, ...]]] = {}  # of a kind and stage, with its needs
+        self._next: dict[tuple[Kind, int], tuple[Action, tuple[Action, ...]]] = {}  # with what it needs
 
     def ready(self, rank: int, time: int) -> list[Action]:
         """What ``rank`` could run at ``time``: of each stage and kind the next one, if what it needs has ended."""
