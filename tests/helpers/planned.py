@@ -9,10 +9,10 @@ from stretto.planner.constants import Constants
 from stretto.planner.described import Described
 from stretto.planner.hardware import Machines, find_device
 from stretto.planner.score import Scorer
+from stretto.planner.software import Software
 from stretto.planner.space import Space
 from stretto.planner.transformer import Transformer
 
-SYSTEM = {"flash": True, "gradient_bytes": 4, "sequence": True, "balanced": True}
 GPT = Transformer(24, 2048, 16, 16, 8192, 50304)
 
 
@@ -20,5 +20,5 @@ def scorer_of(
     model: Transformer = GPT, count: int = 16, batch: int = 64, memory: float = 80e9, **system: Any
 ) -> Scorer:
     device = replace(find_device("H100"), memory_bytes=memory)
-    space = Space(Described(model, 2048), Machines(device, count, min(8, count)), batch, {**SYSTEM, **system})
+    space = Space(Described(model, 2048), Machines(device, count, min(8, count)), batch, replace(Software(), **system))
     return Scorer(space, Constants())

@@ -21,6 +21,7 @@ from stretto.planner.plans import plan_of, setups_of
 from stretto.planner.score import Scorer
 from stretto.planner.search import search
 from stretto.planner.setups import SCHEDULES, Setups
+from stretto.planner.software import Software
 from stretto.planner.space import Space, divisors, microbatches
 from stretto.planner.step import step_time
 from stretto.planner.transformer import Transformer
@@ -28,7 +29,7 @@ from stretto.planner.transformer import Transformer
 # ------------------------------------------------------------------------------------------ every plan, one by one
 
 
-def every_plan(model: Transformer, machines: Machines, batch: int, system: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def every_plan(model: Transformer, machines: Machines, batch: int, system: Software) -> Iterator[dict[str, Any]]:
     """Written by loops from the rules that ``Space`` states, sharing nothing with it."""
     count, sequence = machines.count, 2048
     for tp in range(1, count + 1):
@@ -38,7 +39,7 @@ def every_plan(model: Transformer, machines: Machines, batch: int, system: dict[
             if (count // tp) % pp or pp > model.layers:
                 continue
             for cp in range(1, count // tp // pp + 1):
-                if (count // tp // pp) % cp or (cp > 1 and (not system["flash"] or sequence % (2 * cp))):
+                if (count // tp // pp) % cp or (cp > 1 and (not system.flash or sequence % (2 * cp))):
                     continue
                 dp = count // tp // pp // cp
                 if dp > batch:
@@ -53,9 +54,9 @@ def every_plan(model: Transformer, machines: Machines, batch: int, system: dict[
                         for recompute in ("none", "selective", "full"):
                             core = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro": micro, "microbatches": pieces}
                             core |= {"parallel_sequence": cut, "full": recompute == "full", "fp8": False}
-                            core |= {"selective": recompute == "selective", "flash": system["flash"], "hidden": False}
+                            core |= {"selective": recompute == "selective", "flash": system.flash, "hidden": False}
                             core |= {"sequence": sequence, "compute_bytes": 2}
-                            core |= {"gradient_bytes": system["gradient_bytes"]}
+                            core |= {"gradient_bytes": system.gradient_bytes}
                             yield from (core | option for option in options(model, machines, core))
 
 
@@ -84,9 +85,9 @@ def options(model: Transformer, machines: Machines, core: dict[str, Any]) -> Ite
 def exhaustive(scorer: Scorer, most: int) -> tuple[int, list[tuple[str, float]]]:
     space = scorer.space
     model = space.described.model
-    rows = list(every_plan(model, space.machines, space.batch, dict(space.system)))
+    rows = list(every_plan(model, space.machines, space.batch, space.system))
     setups = Setups.of(rows)
-    seconds = step_time(model, space.machines, scorer.constants, setups, "bf16", space.system["balanced"]).total
+    seconds = step_time(model, space.machines, scorer.constants, setups, "bf16", space.system.balanced).total
     memory = scorer.memory(setups)
     risk, sizes = scorer.risk(memory), memory.total
     best: dict[tuple[Any, ...], tuple[float, float, int]] = {}
@@ -110,7 +111,7 @@ def small_space(seed: int) -> Scorer:
     per_host = draw.choice([one for one in divisors(count) if one <= 8])
     machines = Machines(device, count, per_host, draw.choice([3e9, 25e9, 100e9]))
     batch, balanced = draw.choice([1, 3, 8, 12, 32, 50]), draw.random() < 0.5
-    system = {"flash": flash, "gradient_bytes": draw.choice([2, 4]), "sequence": True, "balanced": balanced}
+    system = Software(flash=flash, gradient_bytes=draw.choice([2, 4]), balanced=balanced)
     constants = replace(Constants(), stall_seconds=draw.choice([0.0, 1e-4]), launch_seconds=draw.choice([1e-5, 1e-3]))
     scorer = Scorer(Space(Described(model, 2048), machines, batch, system), constants)
     sizes = np.sort(scorer.memory(scorer.space.cores).total)
@@ -276,4 +277,5 @@ def test_memory_and_time_come_from_the_planner_alone() -> None:
     space = scorer.space
     again = step_time(space.described.model, space.machines, scorer.constants, found.setups, "bf16", True)
     np.testing.assert_array_equal(again.total, found.times.total)
-    np.testing.assert_array_equal(peak_memory(space.described.model, found.setups).total, found.memory.total)
+    memory = peak_memory(space.described.model, found.setups, space.system)
+    np.testing.assert_array_equal(memory.total, found.memory.total)

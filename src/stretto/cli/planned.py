@@ -13,8 +13,8 @@ from stretto.errors import UserError, nearest
 from stretto.planner.advise import MEMORY, PARTS, PLAYED, Advice, Advised, advise, explain_plan, frontier
 from stretto.planner.constants import find_constants, read_sets
 from stretto.planner.described import read_cluster, read_model
-from stretto.planner.published import read_software
 from stretto.planner.score import Scorer
+from stretto.planner.software import read_software
 from stretto.planner.space import Space
 
 Epoch = tuple[float | None, float | None]  # tokens, dollars of a device for an hour

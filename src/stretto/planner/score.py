@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,13 +9,12 @@ import numpy as np
 
 from stretto.planner.constants import Constants
 from stretto.planner.hardware import Machines
-from stretto.planner.memory import Memory, peak_memory
+from stretto.planner.memory import Memory, peak_memory, probability_over
 from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.space import Space
 from stretto.planner.step import StepModel, StepTime
 
 MOST_RISK = 0.2  # of plans that are proposed: the probability that they don't fit
-_SPREAD = 0.1  # of the logarithm of measured over predicted memory
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Scorer:
     @property
     def balanced(self) -> bool:
         """Whether stages are cut with the output layer counted."""
-        return bool(self.space.system["balanced"])
+        return self.space.system.balanced
 
     def time(self, setups: Setups) -> StepTime:
         """Of each setup."""
@@ -56,13 +54,11 @@ class Scorer:
 
     def memory(self, setups: Setups) -> Memory:
         """Of each setup."""
-        return peak_memory(self.space.described.model, setups)
+        return peak_memory(self.space.described.model, setups, self.space.system)
 
     def risk(self, memory: Memory) -> Array:
         """The probability that it doesn't fit."""
-        over = np.log(memory.total / self.machines.device.memory_bytes) / (_SPREAD * math.sqrt(2))
-        found: Array = 0.5 * (1 + _erf(over))
-        return found
+        return probability_over(memory, self.machines.device.memory_bytes)
 
     def fits(self, memory: Memory) -> Flags:
         """Whether a plan may be proposed."""
@@ -100,10 +96,3 @@ class Scorer:
             least = np.where(fine, np.minimum(least, memory.total), least)
         return fits, least
 
-
-def _erf(x: Array) -> Array:
-    """To 1.5e-7 (Abramowitz and Stegun, 7.1.26), for arrays."""
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    found: Array = np.sign(x) * (1 - tail * np.exp(-x * x))
-    return found

@@ -19,6 +19,7 @@ from stretto.errors import UserError
 from stretto.planner.described import Described
 from stretto.planner.hardware import Machines
 from stretto.planner.setups import DEFAULTS, SCHEDULES, Array, Flags, Setups
+from stretto.planner.software import Software
 
 CHUNK: Final = 2**14  # cores that are looked at together, so that memory is bounded
 Places = NDArray[np.int64]
@@ -66,13 +67,13 @@ class Space:
 
     Args:
         batch: samples of a step, of all ranks.
-        system: what is known of the training system, as ``data/software.yaml`` has it.
+        system: what is known of the training system.
     """
 
     described: Described
     machines: Machines
     batch: int
-    system: Mapping[str, Any]
+    system: Software
 
     def __post_init__(self) -> None:
         """Raises UserError for a batch of nothing."""
@@ -95,7 +96,7 @@ class Space:
                     continue
                 for cp in divisors(count // tp // pp):
                     dp = count // tp // pp // cp
-                    if dp <= self.batch and (cp == 1 or (self.system["flash"] and sequence % (2 * cp) == 0)):
+                    if dp <= self.batch and (cp == 1 or (self.system.flash and sequence % (2 * cp) == 0)):
                         yield dp, tp, pp, cp
 
     @cached_property
@@ -132,11 +133,11 @@ class Space:
             "chunks": 1.0,
             "zero": 0.0,
             "sequence": float(self.described.sequence),
-            "flash": bool(self.system["flash"]),
+            "flash": self.system.flash,
             "hidden": False,
             "fp8": precision == "fp8",
             "compute_bytes": width,
-            "gradient_bytes": max(width, float(self.system["gradient_bytes"])),
+            "gradient_bytes": max(width, float(self.system.gradient_bytes)),
         }
         plain = {**DEFAULTS, **plain}
         kinds = {field.name: bool if field.type == "Flags" else float for field in dataclasses.fields(Setups)}
