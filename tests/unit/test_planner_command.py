@@ -73,7 +73,10 @@ def test_one_plan_is_explained_though_it_is_a_bad_one(tmp_path: Path, capsys: py
     one = json.loads(plan(*options, "--explain", bad, "--json", capsys=capsys))["plans"][0]
     assert one["seconds"] > 2 * best["seconds"]
     assert one["parts"]["bubble"] > one["parts"]["compute"]
-    assert bad in plan(*options, "--explain", bad, capsys=capsys)
+    text = plan(*options, "--explain", bad, capsys=capsys)
+    assert bad in text
+    assert "cp is planned but not built" not in text
+    assert "cp is planned but not built" in plan(*options, "--explain", "dp=8,cp=2", capsys=capsys)
     big = ["--model", write(tmp_path, layers=96, hidden=8192, heads=64), "--on", "8xH100", "--batch", "8"]
     over = json.loads(plan(*big, "--explain", "dp=8", "--json", capsys=capsys))["plans"][0]
     assert over["risk"] > 0.99

@@ -57,6 +57,8 @@ def plan_described(
     if advice:
         _print_why(advice)
     _print_epoch(scorer, plans[0], epoch)
+    if software == "stretto" and any(",cp=" in one.plan for one in plans):
+        print("note: cp is planned but not built yet in stretto; take a plan without it")
 
 
 def _draw(scorer: Scorer, best: Advised, file: Path) -> None:
@@ -125,7 +127,9 @@ def _epoch(scorer: Scorer, best: Advised, epoch: Epoch) -> dict[str, float]:
 def _print_epoch(scorer: Scorer, best: Advised, epoch: Epoch) -> None:
     if found := _epoch(scorer, best, epoch):
         dollars = f", {found['epoch_dollars']:,.0f} dollars" if "epoch_dollars" in found else ""
-        print(f"an epoch of {epoch[0]:,.0f} tokens: {duration(3600 * found['epoch_hours'])}{dollars}")
+        hours = found["epoch_hours"]
+        told = f"{hours / 24:,.1f} days" if hours > 48 else duration(3600 * hours)
+        print(f"an epoch of {epoch[0]:,.0f} tokens: {told}{dollars}")
 
 
 def _seconds(value: float) -> str:
