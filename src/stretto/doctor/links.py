@@ -44,7 +44,7 @@ def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     for count in (number for number in range(2, group.size + 1) if group.size % number == 0):
         members = group.along(Mesh((("rest", group.size // count), ("some", count))), "some")
         for kind, call in _calls(members).items():
-            curves[kind, count] = tuple((size, _seconds(group, call, size)) for size in SIZES)
+            curves[kind, count] = tuple((size, _rounded(_seconds(group, call, size))) for size in SIZES)
     if group.size > 1:
         curves["message", 2] = tuple(_messages(group))
     shared = group.transport == SHARED_MEMORY
@@ -80,6 +80,10 @@ def _calls(members: Members) -> dict[str, Callable[[int], Callable[[], None]]]:
         "reduce_scatter": reduce_scatter,
         "broadcast": broadcast,
     }
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
 
 
 def _done(_: Any) -> None:
@@ -123,5 +127,5 @@ def _messages(group: Group) -> list[tuple[int, float]]:
                 else:
                     line.wait(line.receive(tensor, 1 - line.rank, 0), "a message", 1 - line.rank)
             took.append((time.perf_counter() - began) / 2)
-        found.append((size, group.maximum(statistics.median(took) if took else 0.0)))
+        found.append((size, _rounded(group.maximum(statistics.median(took) if took else 0.0))))
     return found
