@@ -24,6 +24,7 @@ _COLUMNS = (
     ("memory_median_ape", "median"),
     ("rank_correlation", "rank"),
     ("regret_p90", "regret %"),
+    ("regret_cells", "in 5 %"),
     ("fit_contradictions", "misfits %"),
 )
 
