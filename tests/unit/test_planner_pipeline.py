@@ -85,6 +85,14 @@ def test_context_parallelism_shares_tokens_and_pays_for_its_ring() -> None:
     assert slow.steps.work(again).times.messages[0] > slow.steps.work(cut).times.messages[0]
 
 
+def test_stages_that_stand_apart_by_a_host_send_over_the_network() -> None:
+    scorer = scorer_of()
+    slow = replace(scorer, rates=replace(scorer.space.machines, network_rate=1e9))
+    for plan, leaves in (("dp=2,tp=2,pp=4", False), ("dp=2,tp=2,pp=2,cp=2", True), ("dp=8,pp=2", True)):
+        one = setups_of(plan, scorer.space)
+        assert (slow.steps.hop(one)[0] > scorer.steps.hop(one)[0]) == leaves
+
+
 def test_an_optimizer_on_the_host_takes_longer() -> None:
     scorer = scorer_of()
     here, away = (setups_of(f"dp=16,zero=1{more}", scorer.space) for more in ("", ",offload=optimizer"))
