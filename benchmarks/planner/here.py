@@ -3,7 +3,7 @@
     python benchmarks/planner/here.py [--steps 12] [--rounds 3] [--out FILE]
 
 For each task the links are measured, then every plan is rehearsed (each rank's part runs alone), then every plan is
-trained for real through ``stretto train``. Rounds are interleaved: a round rehearses all plans and then trains all.
+trained for real, as ``stretto train`` does. Rounds are interleaved: a round rehearses all plans and then trains all.
 A plan's figures are the medians over rounds.
 """
 
@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stretto.doctor.links import measure_links
 from stretto.launch import LocalLauncher
+from stretto.launch.job import Job
+from stretto.order import TrainOrder
 from stretto.plan import Plan
 from stretto.planner.replay import replay
 from stretto.planner.tables import LinkTable
@@ -41,24 +42,32 @@ CASES: tuple[tuple[str, str, dict[str, str]], ...] = (
 WARM = 2
 
 
-def measured(path: str, plan: str, sets: dict[str, str], steps: int) -> tuple[float, float]:
+def measured(launcher: LocalLauncher, path: str, plan: str, sets: dict[str, str], steps: int) -> tuple[float, float]:
     """Median seconds of a step, and the peak in bytes, of a real run."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        given = [
-            part for key, value in {**sets, "steps": str(steps + WARM)}.items() for part in ("--set", f"{key}={value}")
-        ]
-        command = [sys.executable, "-m", "stretto", "train", path, "--plan", plan, "--run", str(run), *given]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        events = [json.loads(line) for line in (run / "events" / "member-m1.jsonl").read_text().splitlines()]
-        seconds = [event["seconds"] for event in events if event["kind"] == "step"][WARM:]
-        return statistics.median(seconds), float(json.loads((run / "summary.json").read_text())["peak_bytes"])
+        order = TrainOrder(
+            task=str(ROOT / path), run=folder, plan=plan, plan_origin="", sets={**sets, "steps": str(steps + WARM)}
+        )
+        job = Job(
+            entry="timed:work",
+            payload=asdict(order),
+            num_workers=Plan.parse(plan).world_size,
+            prepare="stretto.training:prepare",
+            python_path=(str(Path(__file__).parent),),
+            log_dir=Path(folder),
+        )
+        result = launcher.run(job, on_output=lambda line: None)
+        found = next(iter(result.results.values()), None)
+        if found is None:
+            raise SystemExit(f"{path} {plan}: {result.failure}")
+        return statistics.median(found["seconds"][WARM:]), float(found["peak_bytes"])
 
 
 def case(
-    name: str, path: str, sets: dict[str, str], links: LinkTable, options: argparse.Namespace
+    launcher: LocalLauncher, kind: tuple[str, str, dict[str, str]], links: LinkTable, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Each plan of a task."""
+    name, path, sets = kind
     rehearsals = Rehearsals.of(load_task(ROOT / path, {**sets, "steps": "20"}))
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(options.rounds):
@@ -70,7 +79,7 @@ def case(
             found[plan]["predicted"].append(replay(one.events, links).seconds)
             found[plan]["predicted_bytes"].append(float(max(one.memory_bytes)))
         for plan in list(found):
-            seconds, peak = measured(path, plan, sets, options.steps)
+            seconds, peak = measured(launcher, path, plan, sets, options.steps)
             found[plan]["measured"].append(seconds)
             found[plan]["measured_bytes"].append(peak)
     rows = []
@@ -96,14 +105,10 @@ def main() -> None:
     parser.add_argument("--only")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    kinds = [kind for kind in CASES if options.only in (None, kind[0])]
     with LocalLauncher() as launcher:
         links = measure_links(2, launcher)
-    rows = [
-        row
-        for name, path, sets in CASES
-        if options.only in (None, name)
-        for row in case(name, path, sets, links, options)
-    ]
+        rows = [row for kind in kinds for row in case(launcher, kind, links, options)]
     errors = [abs(row["time_error"]) for row in rows]
     print(f"{len(rows)} plans: step time off by {statistics.mean(errors):.1%} in the mean")
     print(f"peak memory off by {statistics.mean(abs(row['memory_error']) for row in rows):.1%} in the mean")

@@ -72,7 +72,7 @@ class Rehearsals:
     Args:
         apart: the ranks will be on several hosts, so that they share no memory.
         threads: of one rank's operators.
-        imports_bytes: resident memory before the model was built.
+        imports_bytes: resident memory of a forked process before the model was built.
     """
 
     task: Task
@@ -84,7 +84,11 @@ class Rehearsals:
     @classmethod
     def of(cls, task: Task, *, apart: bool = False, threads: int = 1) -> Rehearsals:
         """Builds the model, once for all plans."""
-        imports_bytes = rss_bytes()
+        first = _Player(lambda said: said.say(rss_bytes()))  # as a worker: forked, without what it hasn't touched
+        try:
+            imports_bytes = int(first.hear())
+        finally:
+            first.end()
         return cls(task, build_template(task), apart, threads, imports_bytes)
 
     def run(self, plan: Plan) -> Rehearsed:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.cli.options import JsonOption
+from stretto.cli.options import JsonOption, SetOption, WorkersOption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,14 @@ _COLUMNS = (
 
 
 def plan_command(
+    task: Annotated[
+        str | None, typer.Argument(metavar="[TASK]", help="A task, whose plans are rehearsed on this machine.")
+    ] = None,
+    workers: WorkersOption = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="What a worker may have of it, such as 2GiB.")
+    ] = None,
+    sets: SetOption = None,
     check: Annotated[
         Path | None, typer.Option("--check", metavar="ROWS.jsonl", help="Judge predictions by published measurements.")
     ] = None,
@@ -37,7 +45,8 @@ def plan_command(
         Path | None, typer.Option("--model", metavar="MODEL.yaml", help="A transformer by its sizes.")
     ] = None,
     on: Annotated[
-        str | None, typer.Option("--on", metavar="CLUSTER", help="128xH100, in hosts of 8; or a cluster's YAML file.")
+        str | None,
+        typer.Option("--on", metavar="CLUSTER", help="128xH100, in hosts of 8; or a YAML file; of a task, doctor's."),
     ] = None,
     batch: Annotated[int | None, typer.Option("--batch", metavar="N", help="Samples of a step, of all ranks.")] = None,
     explain: Annotated[
@@ -61,6 +70,15 @@ def plan_command(
     """Predict plans' time and memory before anything is launched; or judge predictions by what was measured."""
     from stretto.errors import UserError
 
+    if task is not None:
+        if check is not None or model is not None:
+            raise UserError("a TASK is rehearsed, --check judges published rows, --model describes; give one of them")
+        from stretto.cli.plan_task import plan_task
+
+        plan_task(task, sets, workers, memory, explain, on, json)
+        return
+    if workers is not None or memory is not None or sets:
+        raise UserError("--workers, --memory and --set are for a TASK, as in `stretto plan task.py --workers 2`")
     if check is not None:
         if model is not None or on is not None:
             raise UserError("--check judges published rows, --model plans; give one of them")
@@ -68,7 +86,7 @@ def plan_command(
         return
     if model is None or on is None or batch is None:
         absent = [name for name, value in (("--model", model), ("--on", on), ("--batch", batch)) if value is None]
-        said = "expected --model MODEL.yaml --on CLUSTER --batch N, or --check ROWS.jsonl"
+        said = "expected a TASK, --model MODEL.yaml --on CLUSTER --batch N, or --check ROWS.jsonl"
         raise UserError(f"stretto plan: {said}; {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
     if (price is not None and tokens is None) or min(price or 1, tokens or 1) <= 0:
         raise UserError("--price needs --tokens, the size of an epoch, and both are over 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from stretto.cli.options import find_task, parse_sets
@@ -20,13 +21,20 @@ _UNITS: Final = {"B": 0, "K": 1, "M": 2, "G": 3, "T": 4}.items()
 
 
 def plan_task(
-    task: str, sets: Sequence[str] | None, workers: int | None, memory: str | None, plan: str | None, json: bool
+    task: str,
+    sets: Sequence[str] | None,
+    workers: int | None,
+    memory: str | None,
+    plan: str | None,
+    on: str | None,
+    json: bool,
 ) -> None:
-    """Rehearses the plans (or ``plan`` alone), and prints the best."""
+    """Rehearses the plans (or ``plan`` alone), and prints the best; ``on``: a file of ``stretto doctor``."""
     from json import dumps
 
     from stretto.choose import choose, predict, ranked
     from stretto.cluster import Cluster
+    from stretto.doctor.examine import read_links
     from stretto.doctor.links import measure_links
     from stretto.launch import LocalLauncher
     from stretto.observe import free_bytes
@@ -35,11 +43,15 @@ def plan_task(
     from stretto.task import load_task
 
     given = None if plan is None else Plan.parse(plan, workers)
-    count = workers or (given.world_size if given else max(1, Cluster.measure().cores))
+    known = None if on is None else read_links(Path(on))
+    count = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
     limit = parse_bytes(memory) if memory is not None else (free_bytes() or 0) / count or None
-    with LocalLauncher() as launcher:
-        links = measure_links(count, launcher)
-    rehearsals = Rehearsals.of(load_task(find_task(task), parse_sets(sets)))
+    if known is not None:
+        links = known[1]
+    else:
+        with LocalLauncher() as launcher:
+            links = measure_links(count, launcher)
+    rehearsals = Rehearsals.of(load_task(find_task(task), parse_sets(sets)), apart=links.background)
     if given is not None:
         found = ranked([predict(rehearsals, given, links, limit)])
     else:

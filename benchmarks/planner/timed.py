@@ -1,0 +1,24 @@
+"""A worker's entry that steps a run and tells how long each step took, without evaluating or saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stretto.comm.group import SHARED_MEMORY
+from stretto.launch import WorkerContext
+from stretto.observe import peak_rss_bytes
+from stretto.order import TrainOrder
+from stretto.prepared import RunOptions
+from stretto.training import form_group, open_run
+
+
+def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
+    """Returns seconds of each step, and the peak of memory as ``summary.json`` has it."""
+    order = TrainOrder(**payload)
+    group = form_group(context.prepared.plan, context)
+    run = open_run(context.prepared, RunOptions(Path(order.run), order.attempt, order.stop_after), context, group)
+    seconds = [run.step(batch).seconds for batch in run.batches()]
+    sharers = group.size if group.transport == SHARED_MEMORY else 1
+    peak = max(run._peak_bytes, peak_rss_bytes(sharers) - context.imports_rss_bytes)
+    return {"seconds": seconds, "peak_bytes": int(group.maximum(float(peak)))}
