@@ -36,6 +36,8 @@ class Device:
         memory_bytes: what it has.
         memory_rate: bytes/s to and from its memory.
         link_rate: bytes/s one way to the other devices of its host.
+        network_rate: bytes/s one way to other hosts, where a cluster doesn't say it: what hosts of this device have
+            mostly been built with.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Device:
     memory_bytes: float
     memory_rate: float
     link_rate: float
+    network_rate: float = 25e9
 
     def peak_of(self, precision: str) -> float:
         """Flop/s in a precision, or in the next one that it has."""
@@ -90,6 +93,7 @@ def find_device(name: str) -> Device:
         if wanted in map(_plain, (key, *one["aliases"])):
             peak = {precision: 1e12 * rate for precision, rate in one["peak_tflops"].items()}
             rates = one["memory_gb_per_second"], one["link_gb_per_second"]
-            return Device(key, peak, GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1])
+            network = GIGA * one.get("network_gb_per_second", 25)
+            return Device(key, peak, GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1], network)
     names = [alias for one in _known().values() for alias in one["aliases"]]
     raise UserError(f"no device is known as {name!r}{nearest(name, [*_known(), *names])}; known: {', '.join(_known())}")

@@ -16,10 +16,11 @@ from stretto.planner.hardware import Machines
 from stretto.planner.setups import Array, Setups
 from stretto.planner.transformer import Transformer
 
-KERNEL_SECONDS = 5e-6  # of any operation on a device, however small
+KERNEL_SECONDS = 2.4e-5  # of any operation on a device, however small
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
-UNALIGNED = 0.25  # of the rate, where a row of a matrix isn't a multiple of 16 bytes (measured of A100s)
-SHOWN = 0.4  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
+UNALIGNED = 0.28  # of the rate, where a row of a matrix isn't a multiple of 16 bytes (measured of A100s)
+UNFUSED = 1.3  # of the launches of a layer, where attention's softmax runs as its parts
+SHOWN = 0.6  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
 _CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
 _HEAD_BYTES = 28  # that an element of the logits is read and written, all passes of the loss together
 
@@ -58,18 +59,24 @@ class LayerModel:
         """Of each setup."""
         model, one = self._model, setups
         message = one.compute_bytes * one.tokens * model.hidden
-        reduce = self._links.neighbours(message, one.tp)
+        passed = self._links.neighbours(message, one.tp)
+        waited = self._links.latency(one.tp)
         forward = self._linears(one) + self._core(one, backward=False) + self._forward_passes(one)
         backward = 2 * self._linears(one) + self._core(one, backward=True) + self._backward_passes(one)
-        messages = (4 * reduce + np.where(one.full, 2 * reduce, 0.0)) * np.where(one.hidden, SHOWN, 1.0)
-        again = np.where(one.full, forward, np.where(one.selective, self._core(one, backward=False), 0.0))
+        times = 4.0 + 2.0 * one.full + np.where(one.half, 1.0, 0.0)
+        eighth = one.fp8 & ~one.rowwise & one.parallel_sequence  # what is gathered is converted before
+        messages = times * passed * np.where(one.hidden, SHOWN, 1.0) * np.where(eighth, 0.75, 1.0)
+        selective = np.where(one.half, 0.5 * forward, np.where(one.selective, self._core(one, backward=False), 0.0))
+        again = np.where(one.full, forward, selective)
         launch = self._launch(one)
-        layer = np.maximum(forward + again + backward + messages, launch)
-        return LayerTime(layer, messages, launch, self._head(one), self._embedding(one))
+        layer = np.maximum(forward + again + backward + messages, launch) + times * waited
+        return LayerTime(layer, messages + times * waited, launch, self._head(one), self._embedding(one))
 
     def _launch(self, one: Setups) -> Array:
         constants, host = self._links.constants, self._machines.per_host
         launch = constants.launch_seconds * (3.0 + one.full)
+        unfused = ~one.flash & ((one.micro * self._model.heads / one.tp) % 4 != 0)
+        launch = launch * np.where(unfused, UNFUSED, 1.0)
         leaves = (one.pp > 1) & (one.dp * one.tp * one.pp > host) & (one.tp > 1)
         stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.5, 0.0)
         return launch + stall * one.tp * constants.stall_seconds
@@ -89,9 +96,11 @@ class LayerModel:
             (whole, model.ffn / one.tp),
         )
         seconds = np.zeros(len(one))
+        cut = np.where(one.parallel_sequence & ~one.rowwise, one.tp, 1.0)
         for columns, inner in sizes:
-            converted = _CONVERTED * inner * (tokens + columns) / self._memory
-            eighth = 2 * tokens * columns * inner / self._eighth + converted + 3 * KERNEL_SECONDS
+            converted = _CONVERTED * (tokens * np.maximum(inner / cut, model.hidden / one.tp) + columns * inner) / self._memory
+            rate = np.where(one.rowwise, self._matmul, self._eighth)
+            eighth = 2 * tokens * columns * inner / rate + converted + 3 * KERNEL_SECONDS
             seconds = seconds + np.where(one.fp8, eighth, self._product(tokens, columns, inner, one))
         return seconds
 

@@ -36,7 +36,6 @@ _NAMED: Final = (
     *(("nanotron", "nanotron"), ("foundry", "llm-foundry"), ("internevo", "internevo"), ("torchtitan", "torchtitan")),
 )
 _FALLBACK: Final = "megatron-lm"
-_NETWORK: Final = 25e9  # bytes/s a device, where nothing is said
 
 
 class _Part(BaseModel):
@@ -166,7 +165,8 @@ def _read(row: dict[str, Any], systems: dict[str, dict[str, Any]]) -> Published 
         software = "torchtitan-compiled"
     system = systems[software]
     per_host = hardware.per_node or 8
-    machines = Machines(device, hardware.count, per_host, _network(hardware.inter, per_host))
+    network = _network(hardware.inter, per_host) or device.network_rate
+    machines = Machines(device, hardware.count, per_host, network)
     result = row.get("result", {})
     return Published(
         source=str(row.get("source", "")),
@@ -214,9 +214,11 @@ def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: dict
         "parallel_sequence": bool(sequence) and parallel.tp > 1,
         "full": recompute.startswith("full"),
         "selective": recompute.startswith("selective"),
+        "half": recompute.startswith("selective") and bool(system.get("half")),
         "flash": bool(system["flash"]),
         "hidden": bool(parallel.async_tp),
         "fp8": "fp8" in str(row.get("precision", "")).lower(),
+        "rowwise": "rowwise" in str(row.get("precision", "")).lower(),
         "compute_bytes": 4 if wide else 2,
         "gradient_bytes": 4 if wide else system["gradient_bytes"],
     }
@@ -239,15 +241,15 @@ def _precision(text: str) -> str:
     return "bf16" if "bf16" in low else "fp16"
 
 
-def _network(text: str | None, per_host: int) -> float:
-    """Bytes/s a device, from words such as ``8x200 Gb/s HDR IB per node``."""
+def _network(text: str | None, per_host: int) -> float | None:
+    """Bytes/s a device; None: it isn't said; from words such as ``8x200 Gb/s HDR IB per node``."""
     if not text:
-        return _NETWORK
+        return None
     if found := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb/s", text):
         return int(found[1]) * int(found[2]) * 1e9 / 8 / per_host
     if found := re.search(r"(\d+)\s*Gb/s per (GPU|node)", text, re.IGNORECASE):
         return int(found[1]) * 1e9 / 8 / (1 if found[2].lower() == "gpu" else per_host)
-    return _NETWORK
+    return None
 
 
 def _memory(result: dict[str, Any]) -> float | None:
