@@ -18,7 +18,10 @@ from stretto.planner.transformer import Transformer
 
 KERNEL_SECONDS = 2.4e-5  # of any operation on a device, however small
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
-UNALIGNED = 0.28  # of the rate, where a row of a matrix isn't a multiple of 16 bytes (measured of A100s)
+# Of the rate, by the bytes of which a row of a matrix is a multiple (arXiv 2401.14489, section 4); below all, the last.
+ALIGNED = ((128, 1.0), (64, 0.95), (32, 0.85), (16, 0.65))
+UNALIGNED = 0.28
+TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75))
 UNFUSED = 1.3  # of the launches of a layer, where attention's softmax runs as its parts
 SHOWN = 0.6  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
 _CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
@@ -83,9 +86,27 @@ class LayerModel:
 
     def _product(self, rows: Array, columns: Array, inner: Array, one: Setups) -> Array:
         elements = rows * columns + rows * inner + columns * inner
+        rate = self._matmul * self._whole(columns, one) * self._whole(inner, one) * self._waves(rows, columns)
         return np.maximum(
-            2 * rows * columns * inner / self._matmul, one.compute_bytes * elements / self._memory
+            2 * rows * columns * inner / rate, one.compute_bytes * elements / self._memory
         ) + KERNEL_SECONDS  # fmt: skip
+
+    def _waves(self, rows: Array, columns: Array) -> Array:
+        """The share of the rate that is left where a product's tiles don't fill all multiprocessors each time."""
+        best, units = np.zeros_like(rows), self._machines.device.multiprocessors
+        for high, wide, share in TILES:
+            tiles = np.ceil(rows / high) * np.ceil(columns / wide)
+            taken = np.ceil(tiles / units) * units * high * wide
+            best = np.maximum(best, share * rows * columns / taken)
+        return best
+
+    @staticmethod
+    def _whole(size: Array, one: Setups) -> Array:
+        """The share of the rate that is left by rows of that many elements."""
+        found = np.full_like(one.tp, UNALIGNED)
+        for multiple, share in reversed(ALIGNED):
+            found = np.where(size * one.compute_bytes % multiple == 0, share, found)
+        return found
 
     def _linears(self, one: Setups) -> Array:
         model, tokens, whole = self._model, one.tokens, np.full_like(one.tp, self._model.hidden)
@@ -108,6 +129,7 @@ class LayerModel:
         """Attention's two products, half of them where nothing after a token is looked at and the square isn't written;
         else its square is written and read by softmax and dropout."""
         flops = 4 * one.sequence * one.tokens * self._model.hidden / one.tp
+        flops = flops / self._whole(np.full_like(one.tp, self._model.hidden / self._model.heads), one)
         square = one.compute_bytes * one.tokens * one.sequence * self._model.heads / one.tp
         fused = flops * (1.25 if backward else 0.5) / self._attention
         written = flops * (2 if backward else 1) / self._attention + square * (7 if backward else 5) / self._memory
@@ -128,9 +150,8 @@ class LayerModel:
     def _head(self, one: Setups) -> Array:
         model = self._model
         columns = model.vocab / one.tp
-        odd = (model.vocab * one.compute_bytes) % 16 != 0
-        product = self._product(one.tokens, columns, np.full_like(one.tp, model.hidden), one)
-        product = product / np.where(odd & (one.tp == 1), UNALIGNED, 1.0)  # in parts the table is filled up
+        filled = np.where(one.tp == 1, columns, 128 * np.ceil(columns / 128))  # in parts the table is filled up
+        product = self._product(one.tokens, filled, np.full_like(one.tp, model.hidden), one)
         logits = _HEAD_BYTES * one.tokens * columns / self._memory
         return 3 * product + logits + 2 * self._links.constants.launch_seconds
 

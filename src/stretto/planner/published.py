@@ -35,6 +35,9 @@ _NAMED: Final = (
     ("megatron-deepspeed", "megatron-deepspeed"),
     *(("nanotron", "nanotron"), ("foundry", "llm-foundry"), ("internevo", "internevo"), ("torchtitan", "torchtitan")),
 )
+# What rows say of recomputation and their times refute: with it, layers of vTrain's single hosts would have their
+# products at over the peak rate of the device, whatever else they do.
+_REFUTED: Final = frozenset({"vtrain_single"})
 _FALLBACK: Final = "megatron-lm"
 
 
@@ -199,7 +202,7 @@ def _transformer(model: _Model, batch: _Batch) -> Transformer:
 
 
 def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: dict[str, Any]) -> dict[str, Any]:
-    recompute = str(row.get("recompute") or "none")
+    recompute = "none" if row.get("source") in _REFUTED else str(row.get("recompute") or "none")
     sequence = system["sequence"] if parallel.sp is None else parallel.sp
     wide = _precision(str(row.get("precision", ""))) in ("fp32", "tf32")
     return {
