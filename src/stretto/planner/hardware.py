@@ -38,7 +38,6 @@ class Device:
         link_rate: bytes/s one way to the other devices of its host.
         network_rate: bytes/s one way to other hosts, where a cluster doesn't say it: what hosts of this device have
             mostly been built with.
-        multiprocessors: parts of it that work side by side.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Device:
     memory_rate: float
     link_rate: float
     network_rate: float
-    multiprocessors: int
 
     def peak_of(self, precision: str) -> float:
         """Flop/s in a precision, or in the next one that it has."""
@@ -96,7 +94,6 @@ def find_device(name: str) -> Device:
             peak = {precision: 1e12 * rate for precision, rate in one["peak_tflops"].items()}
             rates = one["memory_gb_per_second"], one["link_gb_per_second"]
             network = GIGA * one.get("network_gb_per_second", 25)
-            units = int(one["multiprocessors"])
-            return Device(key, peak, GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1], network, units)
+            return Device(key, peak, GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1], network)
     names = [alias for one in _known().values() for alias in one["aliases"]]
     raise UserError(f"no device is known as {name!r}{nearest(name, [*_known(), *names])}; known: {', '.join(_known())}")

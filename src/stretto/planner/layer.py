@@ -20,8 +20,8 @@ KERNEL_SECONDS = 2.4e-5  # of any operation on a device, however small
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
 # Of the rate, by the bytes of which a row of a matrix is a multiple (arXiv 2401.14489, section 4); below all, the last.
 ALIGNED = ((128, 1.0), (64, 0.95), (32, 0.85), (16, 0.65))
-UNALIGNED = 0.28
-TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75))
+UNALIGNED = 0.3
+OVER = 0.15
 UNFUSED = 1.3  # of the launches of a layer, where attention's softmax runs as its parts
 SHOWN = 0.6  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
 _CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
@@ -73,7 +73,8 @@ class LayerModel:
         again = np.where(one.full, forward, selective)
         launch = self._launch(one)
         layer = np.maximum(forward + again + backward + messages, launch) + times * waited
-        return LayerTime(layer, messages + times * waited, launch, self._head(one), self._embedding(one))
+        head, embedding = self._head(one) + passed + waited, self._embedding(one) + passed + waited
+        return LayerTime(layer, messages + times * waited, launch, head, embedding)
 
     def _launch(self, one: Setups) -> Array:
         constants, host = self._links.constants, self._machines.per_host
@@ -81,24 +82,15 @@ class LayerModel:
         unfused = ~one.flash & ((one.micro * self._model.heads / one.tp) % 4 != 0)
         launch = launch * np.where(unfused, UNFUSED, 1.0)
         leaves = (one.pp > 1) & (one.dp * one.tp * one.pp > host) & (one.tp > 1)
-        stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.5, 0.0)
+        stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, OVER * one.tp / host, 0.0)
         return launch + stall * one.tp * constants.stall_seconds
 
     def _product(self, rows: Array, columns: Array, inner: Array, one: Setups) -> Array:
         elements = rows * columns + rows * inner + columns * inner
-        rate = self._matmul * self._whole(columns, one) * self._whole(inner, one) * self._waves(rows, columns)
+        rate = self._matmul * self._whole(columns, one) * self._whole(inner, one)
         return np.maximum(
             2 * rows * columns * inner / rate, one.compute_bytes * elements / self._memory
         ) + KERNEL_SECONDS  # fmt: skip
-
-    def _waves(self, rows: Array, columns: Array) -> Array:
-        """The share of the rate that is left where a product's tiles don't fill all multiprocessors each time."""
-        best, units = np.zeros_like(rows), self._machines.device.multiprocessors
-        for high, wide, share in TILES:
-            tiles = np.ceil(rows / high) * np.ceil(columns / wide)
-            taken = np.ceil(tiles / units) * units * high * wide
-            best = np.maximum(best, share * rows * columns / taken)
-        return best
 
     @staticmethod
     def _whole(size: Array, one: Setups) -> Array:
@@ -153,7 +145,7 @@ class LayerModel:
         filled = np.where(one.tp == 1, columns, 128 * np.ceil(columns / 128))  # in parts the table is filled up
         product = self._product(one.tokens, filled, np.full_like(one.tp, model.hidden), one)
         logits = _HEAD_BYTES * one.tokens * columns / self._memory
-        return 3 * product + logits + 2 * self._links.constants.launch_seconds
+        return 3 * product + logits + 1.5 * self._links.constants.launch_seconds
 
     def _embedding(self, one: Setups) -> Array:
         seconds = 6 * one.compute_bytes * one.tokens * self._model.hidden / self._memory

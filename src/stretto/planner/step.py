@@ -13,7 +13,7 @@ from stretto.planner.layer import LayerModel, LayerTime
 from stretto.planner.setups import Array, Setups
 from stretto.planner.transformer import Transformer
 
-OPTIMIZER_BYTES = 30.0  # read and written of a parameter in an update (Adam with float32 masters)
+OPTIMIZER_BYTES = 28.0  # read and written of a parameter: Adam's three in float32, gradient and copy in 16 bits
 _HIDDEN = 0.7  # of a step's work beside which weights of zero=3 are gathered
 
 
@@ -69,7 +69,6 @@ def step_time(
     held = _held(model, setups)
     update = held / np.where(one.zero >= 1, one.dp, 1.0) * OPTIMIZER_BYTES
     update = update / (machines.device.memory_rate * constants.memory)
-    update = update + model.layers / one.pp * 0.5 * constants.launch_seconds
     data = _data(links, setups, held, count * whole)
     return StepTime(count * longest - tensor, tensor, bubble, stages, data, update, layers)
 
