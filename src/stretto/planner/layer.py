@@ -16,7 +16,7 @@ from stretto.planner.hardware import Machines
 from stretto.planner.setups import Array, Setups
 from stretto.planner.transformer import Transformer
 
-KERNEL_SECONDS = 2.4e-5  # of any operation on a device, however small
+KERNEL_SECONDS = 3e-5  # of any operation on a device beside its work: its start, its end, the gap to the next
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
 # Of the rate, by the bytes of which a row of a matrix is a multiple (arXiv 2401.14489, section 4); below all, the last.
 ALIGNED = ((128, 1.0), (64, 0.95), (32, 0.85), (16, 0.65))
