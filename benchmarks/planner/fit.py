@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from scipy.optimize import least_squares
 
 import stretto.planner
 from stretto.planner.accuracy import predict
-from stretto.planner.constants import Constants
+from stretto.planner.constants import Constants, likely
+from stretto.planner.hardware import find_device
 from stretto.planner.published import Published, read_rows, steps_of
 
 NAMES = [field.name for field in fields(Constants)]
@@ -83,6 +84,21 @@ def leave_out(rows: Sequence[Published], source: str) -> None:
         print(f"{source}, each model left out (mean/median %): all {every:.1f}; {told}", flush=True)
 
 
+def without(sets: Mapping[tuple[str, str], Sequence[Published]], fitted: Mapping[str, Constants]) -> None:
+    """Prints the error on each set with what is expected of its device when none of it, and none of its family, has
+    been seen: new software on a known device, a new device, a new family."""
+    for (device, software), rows in sets.items():
+        family = find_device(device).family
+        left = (
+            ("set", lambda name, own=f"{device}/{software}": name != own),
+            ("device", lambda name, device=device: name.partition("/")[0] != device),
+            ("family", lambda name, family=family: find_device(name.partition("/")[0]).family != family),
+        )
+        found = [(what, {name: one for name, one in fitted.items() if keep(name)}) for what, keep in left]
+        told = ", ".join(f"{what} {error(rows, likely(device, software, rest)).mean():.1f}" for what, rest in found)
+        print(f"{device}/{software}, left out (mean %): {told}", flush=True)
+
+
 def main() -> None:
     """Fits, and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,10 +108,11 @@ def main() -> None:
     sets: dict[tuple[str, str], list[Published]] = defaultdict(list)
     for row in steps_of(read_rows(options.rows)):
         sets[row.device.name, row.software].append(row)
-    written = {}
+    written, fitted = {}, {}
     for (device, software), rows in sets.items():
         found = fit(rows)
         errors = error(rows, found)
+        fitted[f"{device}/{software}"] = found
         written[f"{device}/{software}"] = {key: float(f"{value:.4g}") for key, value in found.to_json().items()}
         sources = ", ".join(sorted({row.source for row in rows}))
         print(f"{device}/{software} ({len(rows)} rows: {sources}): {errors.mean():.1f} %")
@@ -105,6 +122,7 @@ def main() -> None:
                 halves([row for row in rows if row.source == source], source)
             else:
                 leave_out(rows, source)
+    without(sets, fitted)
     if options.write:
         head = "# Written by benchmarks/planner/fit.py; planner/constants.py says what each is.\n"
         WHERE.write_text(head + yaml.safe_dump(written, sort_keys=True, width=118), encoding="utf-8")

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
+from statistics import median
 from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
 
 from stretto.errors import UserError, nearest
+from stretto.planner.hardware import find_device
 
 MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -63,11 +65,26 @@ def read_sets() -> dict[str, Constants]:
 
 
 def find_constants(device: str, software: str) -> Constants:
-    """The set of a training system on a device; where there is none, that of another system on it, or the default."""
+    """The set of a training system on a device; where there is none, :func:`likely`."""
     sets = read_sets()
-    if (name := f"{device}/{software}") in sets:
-        return sets[name]
-    return next((one for key, one in sets.items() if key.startswith(f"{device}/")), Constants())
+    return sets.get(f"{device}/{software}") or likely(device, software, sets)
+
+
+def likely(device: str, software: str, sets: Mapping[str, Constants]) -> Constants:
+    """What to expect of a device and a training system that there is no set of: the median of the sets that are
+    nearest: of that system on devices of its family, or of others on it, on its family, or all."""
+    family = find_device(device).family
+
+    def near(name: str) -> int:
+        other, _, system = name.partition("/")
+        same = find_device(other).family == family
+        return 3 if same and system == software else 2 if other == device else 1 if same else 0
+
+    if not sets:
+        return Constants()
+    nearest_of = max(map(near, sets))
+    found = [asdict(one) for name, one in sets.items() if near(name) == nearest_of]
+    return Constants(**{field.name: median(one[field.name] for one in found) for field in fields(Constants)})
 
 
 def check_software(name: str) -> str:

@@ -32,6 +32,7 @@ class Device:
     """One device.
 
     Args:
+        family: of devices that run the same kernels, and reach like shares of their rates.
         peak: dense products of matrices, in flop/s, by precision.
         memory_bytes: what it has.
         memory_rate: bytes/s to and from its memory.
@@ -41,6 +42,7 @@ class Device:
     """
 
     name: str
+    family: str
     peak: dict[str, float] = field(hash=False)
     memory_bytes: float
     memory_rate: float
@@ -94,6 +96,6 @@ def find_device(name: str) -> Device:
             peak = {precision: 1e12 * rate for precision, rate in one["peak_tflops"].items()}
             rates = one["memory_gb_per_second"], one["link_gb_per_second"]
             network = GIGA * one.get("network_gb_per_second", 25)
-            return Device(key, peak, GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1], network)
+            return Device(key, one["family"], peak, GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1], network)
     names = [alias for one in _known().values() for alias in one["aliases"]]
     raise UserError(f"no device is known as {name!r}{nearest(name, [*_known(), *names])}; known: {', '.join(_known())}")
