@@ -13,7 +13,7 @@ import numpy as np
 
 from stretto.planner.collectives import Links
 from stretto.planner.hardware import Machines
-from stretto.planner.setups import Array, Setups
+from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.transformer import Transformer
 
 KERNEL_SECONDS = 3e-5  # of any operation on a device beside its work: its start, its end, the gap to the next
@@ -21,8 +21,9 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
 # Of the rate, by the bytes of which a row of a matrix is a multiple (arXiv 2401.14489, section 4); below all, the last.
 ALIGNED = ((128, 1.0), (64, 0.95), (32, 0.85), (16, 0.65))
 UNALIGNED = 0.3
-OVER = 0.15
-UNFUSED = 1.3  # of the launches of a layer, where attention's softmax runs as its parts
+# Megatron's softmax is one kernel where the heads of a microbatch are a multiple of this; else its parts are launched.
+SOFTMAX_HEADS, SOFTMAX_PARTS = 4, 1.3
+EIGHTH_MESSAGES = 0.75  # of the bytes: half of what is gathered, all of what is summed
 SHOWN = 0.6  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
 _CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
 _HEAD_BYTES = 28  # that an element of the logits is read and written, all passes of the loss together
@@ -60,29 +61,31 @@ class LayerModel:
 
     def times(self, setups: Setups) -> LayerTime:
         """Of each setup."""
-        model, one = self._model, setups
-        message = one.compute_bytes * one.tokens * model.hidden
-        passed = self._links.neighbours(message, one.tp)
-        waited = self._links.latency(one.tp)
-        forward = self._linears(one) + self._core(one, backward=False) + self._forward_passes(one)
-        backward = 2 * self._linears(one) + self._core(one, backward=True) + self._backward_passes(one)
-        times = 4.0 + 2.0 * one.full + np.where(one.half, 1.0, 0.0)
-        eighth = one.fp8 & ~one.rowwise & one.parallel_sequence  # what is gathered is converted before
-        messages = times * passed * np.where(one.hidden, SHOWN, 1.0) * np.where(eighth, 0.75, 1.0)
-        selective = np.where(one.half, 0.5 * forward, np.where(one.selective, self._core(one, backward=False), 0.0))
-        again = np.where(one.full, forward, selective)
+        one, waited = setups, self._links.latency(setups.tp)
+        passed = self._links.neighbours(one.compute_bytes * one.tokens * self._model.hidden, one.tp)
+        linears, core = self._linears(one), self._core(one, backward=False)
+        forward = linears + core + self._forward_passes(one)
+        backward = 2 * linears + self._core(one, backward=True) + self._backward_passes(one)
+        again = np.where(one.full, forward, np.where(one.half, 0.5 * forward, np.where(one.selective, core, 0.0)))
+        times = 4.0 + np.where(one.full, 2.0, np.where(one.half, 1.0, 0.0))
+        beside = np.where(one.hidden, SHOWN, 1.0) * np.where(self._gathers_eighth(one), EIGHTH_MESSAGES, 1.0)
+        messages = times * passed * beside
         launch = self._launch(one)
         layer = np.maximum(forward + again + backward + messages, launch) + times * waited
         head, embedding = self._head(one) + passed + waited, self._embedding(one) + passed + waited
         return LayerTime(layer, messages + times * waited, launch, head, embedding)
 
+    @staticmethod
+    def _gathers_eighth(one: Setups) -> Flags:
+        """Whether what ``tp`` gathers along the sequence is converted to 8 bits before, by each rank its part."""
+        return one.fp8 & ~one.rowwise & one.parallel_sequence
+
     def _launch(self, one: Setups) -> Array:
         constants, host = self._links.constants, self._machines.per_host
-        launch = constants.launch_seconds * (3.0 + one.full)
-        unfused = ~one.flash & ((one.micro * self._model.heads / one.tp) % 4 != 0)
-        launch = launch * np.where(unfused, UNFUSED, 1.0)
+        parts = ~one.flash & ((one.micro * self._model.heads / one.tp) % SOFTMAX_HEADS != 0)
+        launch = constants.launch_seconds * (3.0 + one.full) * np.where(parts, SOFTMAX_PARTS, 1.0)
         leaves = (one.pp > 1) & (one.dp * one.tp * one.pp > host) & (one.tp > 1)
-        stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, OVER * one.tp / host, 0.0)
+        stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.15 * one.tp / host, 0.0)
         return launch + stall * one.tp * constants.stall_seconds
 
     def _product(self, rows: Array, columns: Array, inner: Array, one: Setups) -> Array:
@@ -94,7 +97,7 @@ class LayerModel:
 
     @staticmethod
     def _whole(size: Array, one: Setups) -> Array:
-        """The share of the rate that is left by rows of that many elements."""
+        """The share of the rate that is left by matrix rows of that many elements."""
         found = np.full_like(one.tp, UNALIGNED)
         for multiple, share in reversed(ALIGNED):
             found = np.where(size * one.compute_bytes % multiple == 0, share, found)
@@ -102,20 +105,24 @@ class LayerModel:
 
     def _linears(self, one: Setups) -> Array:
         model, tokens, whole = self._model, one.tokens, np.full_like(one.tp, self._model.hidden)
-        sizes = (
-            ((model.hidden + 2 * model.kv_hidden) / one.tp, whole),
-            (whole, whole / one.tp),
-            (model.ups * model.ffn / one.tp, whole),
-            (whole, model.ffn / one.tp),
+        part = whole / one.tp
+        sizes = (  # columns, what each sums over, and what of that a rank has before it gathers
+            ((model.hidden + 2 * model.kv_hidden) / one.tp, whole, part),
+            (whole, part, part),
+            (model.ups * model.ffn / one.tp, whole, part),
+            (whole, model.ffn / one.tp, model.ffn / one.tp),
         )
         seconds = np.zeros(len(one))
-        cut = np.where(one.parallel_sequence & ~one.rowwise, one.tp, 1.0)
-        for columns, inner in sizes:
-            converted = _CONVERTED * (tokens * np.maximum(inner / cut, model.hidden / one.tp) + columns * inner) / self._memory
-            rate = np.where(one.rowwise, self._matmul, self._eighth)
-            eighth = 2 * tokens * columns * inner / rate + converted + 3 * KERNEL_SECONDS
-            seconds = seconds + np.where(one.fp8, eighth, self._product(tokens, columns, inner, one))
+        for columns, inner, had in sizes:
+            usual, eighth = self._product(tokens, columns, inner, one), self._eighths(tokens, columns, inner, had, one)
+            seconds = seconds + np.where(one.fp8, eighth, usual)
         return seconds
+
+    def _eighths(self, rows: Array, columns: Array, inner: Array, had: Array, one: Setups) -> Array:
+        """A product in 8 bits, with the conversion of its operands."""
+        converted = rows * np.where(self._gathers_eighth(one), had, inner) + columns * inner
+        rate = np.where(one.rowwise, self._matmul, self._eighth)
+        return 2 * rows * columns * inner / rate + _CONVERTED * converted / self._memory + 3 * KERNEL_SECONDS
 
     def _core(self, one: Setups, backward: bool) -> Array:
         """Attention's two products, half of them where nothing after a token is looked at and the square isn't written;

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-DEFAULTS: Final = MappingProxyType({"cp": 1, "schedule": SCHEDULES.index("1f1b"), "offload": False, "half": False, "rowwise": False})
+DEFAULTS: Final = MappingProxyType(
+    {"cp": 1, "schedule": SCHEDULES.index("1f1b"), "offload": False, "half": False, "rowwise": False}
+)
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Setups:
         flash: attention never writes its square.
         hidden: messages of ``tp`` go in pieces beside the products that they feed (asynchronous tensor parallelism).
         offload: what the optimizer keeps lies on the host.
-        fp8: products of layers run in 8 bits, whose operands are converted before each; ``rowwise``: with a scale for each row, whose
-            products are no faster than 16 bits'.
+        fp8: products of layers run in 8 bits, whose operands are converted before each; ``rowwise``: with a scale for
+            each row, so that products are no faster than in 16 bits.
         compute_bytes: of an element in forward and backward; ``gradient_bytes``: of one that is sent.
     """
 
