@@ -123,6 +123,11 @@ def test_eight_bits_are_faster_but_not_with_a_scale_for_each_row() -> None:
     assert rows.messages[0] == pytest.approx(usual.messages[0])
     apart = layer(device=h100, fp8=True, **{**big, "parallel_sequence": False})
     assert apart.messages[0] == pytest.approx(usual.messages[0])
+    tokens, rate = 16 * 2048, find_device(h100).memory_rate
+    cut = 7 / 8 * tokens * MODEL.hidden / rate  # an element of what the ranks have in parts, not whole
+    saved = 2 * (12 + 16) * cut + 3 * 3 * 2 * cut  # by what runs beside cut layers, and by two conversions, thrice
+    saved += (1 - EIGHTH_MESSAGES) * usual.messages[0]
+    assert apart.layer[0] - eighth.layer[0] == pytest.approx(saved)
 
 
 def test_an_update_reads_and_writes_its_parameters_once() -> None:
@@ -161,7 +166,9 @@ def test_constants_of_what_has_no_set_are_those_of_the_nearest() -> None:
     def matmul(device: str, software: str) -> float:
         return likely(device, software, sets).matmul
 
+    assert matmul("A100-SXM4-80GB", "nanotron") == 0.2  # its own
     assert matmul("A100-PCIE-80GB", "megatron-lm") == 0.1  # that system on its family
+    assert matmul("A100-SXM4-40GB", "megatron-lm") == 0.1
     assert matmul("A100-PCIE-80GB", "nanotron") == pytest.approx(0.3)
     assert matmul("A100-SXM4-80GB", "torchtitan") == pytest.approx(0.15)  # others on the device
     assert matmul("A100-PCIE-80GB", "torchtitan") == 0.2  # others on its family

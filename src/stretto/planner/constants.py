@@ -65,25 +65,26 @@ def read_sets() -> dict[str, Constants]:
 
 
 def find_constants(device: str, software: str) -> Constants:
-    """The set of a training system on a device; where there is none, :func:`likely`."""
-    sets = read_sets()
-    return sets.get(f"{device}/{software}") or likely(device, software, sets)
+    """The set of a training system on a device; where there is none, what is likely."""
+    return likely(device, software, read_sets())
 
 
 def likely(device: str, software: str, sets: Mapping[str, Constants]) -> Constants:
-    """What to expect of a device and a training system that there is no set of: the median of the sets that are
-    nearest: of that system on devices of its family, or of others on it, on its family, or all."""
+    """What to expect of a training system on a device: the median of the sets that are nearest to it. That is its own;
+    else those of that system on devices of the same family, of others on the device, of others on its family, or all.
+    """
     family = find_device(device).family
 
     def near(name: str) -> int:
         other, _, system = name.partition("/")
         same = find_device(other).family == family
-        return 3 if same and system == software else 2 if other == device else 1 if same else 0
+        found = ((other, system) == (device, software), same and system == software, other == device, same)
+        return max((len(found) - place for place, one in enumerate(found) if one), default=0)
 
     if not sets:
         return Constants()
-    nearest_of = max(map(near, sets))
-    found = [asdict(one) for name, one in sets.items() if near(name) == nearest_of]
+    most = max(map(near, sets))
+    found = [asdict(one) for name, one in sets.items() if near(name) == most]
     return Constants(**{field.name: median(one[field.name] for one in found) for field in fields(Constants)})
 
 
