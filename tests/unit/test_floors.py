@@ -34,6 +34,8 @@ ENGINE = (
         "prepared",
         "best",
         "weights",
+        "choose",
+        "rehearse",
         "explain",
         "features",
         "assemble",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from stretto.cli.audit import audit_command
+from stretto.cli.doctor import doctor_command
 from stretto.cli.explain import explain_command
 from stretto.cli.export import export_command
 from stretto.cli.plan import plan_command
@@ -25,6 +26,7 @@ app.command("train")(train_command)
 app.command("resume")(resume_command)
 app.command("run")(run_command)
 app.command("verify")(verify_command)
+app.command("doctor")(doctor_command)
 app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("audit")(audit_command)

@@ -24,6 +24,7 @@ _COLUMNS = (
     ("memory_median_ape", "median"),
     ("rank_correlation", "rank"),
     ("regret_p90", "regret %"),
+    ("regret_cells", "in 5 %"),
     ("fit_contradictions", "misfits %"),
 )
 
@@ -32,18 +33,58 @@ def plan_command(
     check: Annotated[
         Path | None, typer.Option("--check", metavar="ROWS.jsonl", help="Judge predictions by published measurements.")
     ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="MODEL.yaml", help="A transformer by its sizes.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="CLUSTER", help="128xH100, in hosts of 8; or a cluster's YAML file.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", metavar="N", help="Samples of a step, of all ranks.")] = None,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="PLAN", help="Predict this plan alone, such as dp=16,tp=8.")
+    ] = None,
+    software: Annotated[
+        str, typer.Option("--software", metavar="NAME", help="The training system whose constants are taken.")
+    ] = "stretto",
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Draw the schedule, and time against memory, into an SVG file."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="DOLLARS", help="Of a device for an hour; with --tokens.")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens", metavar="N", help="Of an epoch, for its time; and its cost, by --price.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Predict plans' time and memory before anything is launched; or judge predictions by what was measured."""
+    from stretto.errors import UserError
+
+    if check is not None:
+        if model is not None or on is not None:
+            raise UserError("--check judges published rows, --model plans; give one of them")
+        _check(check, json)
+        return
+    if model is None or on is None or batch is None:
+        absent = [name for name, value in (("--model", model), ("--on", on), ("--batch", batch)) if value is None]
+        said = "expected --model MODEL.yaml --on CLUSTER --batch N, or --check ROWS.jsonl"
+        raise UserError(f"stretto plan: {said}; {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
+    if (price is not None and tokens is None) or min(price or 1, tokens or 1) <= 0:
+        raise UserError("--price needs --tokens, the size of an epoch, and both are over 0")
+
+    from stretto.cli.planned import plan_described
+
+    plan_described(model, on, batch, software, explain=explain, drawn=picture, epoch=(tokens, price), json=json)
+
+
+def _check(rows: Path, json: bool) -> None:
     from json import dumps
 
-    from stretto.errors import UserError
     from stretto.planner.accuracy import judge
     from stretto.planner.published import read_rows
 
-    if check is None:
-        raise UserError("stretto plan: expected --check ROWS.jsonl")
-    found = judge(read_rows(check))
+    found = judge(read_rows(rows))
     if json:
         print(dumps({"sources": [one.to_json() for one in found]}))
         return

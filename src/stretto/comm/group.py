@@ -113,7 +113,9 @@ class Group(Members):
 
     def line(self, mesh: Mesh, *axes: str) -> Line:
         """As :meth:`along`, for messages from one member to another. Every member must call it."""
-        lines = mesh.lines(*axes)
+        return self._line_of(mesh.lines(*axes))
+
+    def _line_of(self, lines: Sequence[tuple[int, ...]]) -> Line:
         plain = self._among(lines, "gloo" if self.device.type == "cpu" else None)
         shared = self._among(lines) if self.transport == SHARED_MEMORY and plain.size > 1 else None
         return Line(plain.rank, plain.size, self.device, plain._group, self._broken, shared)

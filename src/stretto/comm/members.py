@@ -90,6 +90,11 @@ class Members:
             raise RuntimeError("a lone member has no process group")
         return self._group
 
+    @property
+    def over_gloo(self) -> bool:
+        """Whether Gloo carries their calls, which has fewer kinds than others."""
+        return self._group is not None and dist.get_backend(self._group) == "gloo"
+
     def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
         """Sums ``tensor`` over all members, in place; with ``async_op`` returns what to wait for."""
         if self._group is None:
@@ -105,7 +110,7 @@ class Members:
         """
         if self._group is None:
             return None
-        if dist.get_backend(self._group) == "gloo":
+        if self.over_gloo:
             return self.all_reduce(flat, async_op)  # so does Gloo itself, on a copy (measured: 1.4 times its cost)
         parts = list(torch.split(flat, list(sizes)))
         with self.guard():
@@ -118,7 +123,7 @@ class Members:
             return
         parts = list(torch.split(flat, list(sizes)))
         with self.guard():
-            if dist.get_backend(self._group) != "gloo":
+            if not self.over_gloo:
                 dist.all_gather(parts, parts[self.rank], group=self._group)
                 return
             # Gloo gathers only parts of one size.

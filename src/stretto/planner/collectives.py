@@ -57,3 +57,7 @@ class Links:
         """One message to a rank that many places on."""
         rate = np.where(apart >= self.machines.per_host, self.between, self.inside)
         return num_bytes / rate + self.constants.latency_seconds
+
+    def ring(self, num_bytes: Array, ranks: Array, apart: Array) -> Array:
+        """Seconds of each turn in which all of a ring hand a message on, as those of ``cp`` do: the slowest link's."""
+        return self.send(num_bytes, np.where(ranks * apart > self.machines.per_host, self.machines.per_host, apart))

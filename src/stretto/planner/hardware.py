@@ -14,6 +14,9 @@ import yaml
 from stretto.errors import UserError, nearest
 
 GIGA: Final = 1e9
+# What makers call a GB of a device's memory, less what it keeps: 81,559 MiB are shown of an H100's 80 GB, 143,771 of an
+# H200's 141.
+MEMORY_GIGA: Final = 0.9956 * 2**30
 # Where a rate isn't stated: that of another precision, and what share of it.
 # TF32 runs at half the rate of bfloat16, 8 bits at twice.
 _LIKE: Final = MappingProxyType(
@@ -96,6 +99,7 @@ def find_device(name: str) -> Device:
             peak = {precision: 1e12 * rate for precision, rate in one["peak_tflops"].items()}
             rates = one["memory_gb_per_second"], one["link_gb_per_second"]
             network = GIGA * one.get("network_gb_per_second", 25)
-            return Device(key, one["family"], peak, GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1], network)
+            memory, family = MEMORY_GIGA * one["memory_gb"], one["family"]
+            return Device(key, family, peak, memory, GIGA * rates[0], GIGA * rates[1], network)
     names = [alias for one in _known().values() for alias in one["aliases"]]
     raise UserError(f"no device is known as {name!r}{nearest(name, [*_known(), *names])}; known: {', '.join(_known())}")

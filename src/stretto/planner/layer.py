@@ -35,7 +35,7 @@ class LayerTime:
 
     Args:
         layer: forward and backward of a layer, with its messages.
-        messages: of those.
+        messages: of those, of ``tp``, and of ``cp`` that attention doesn't hide.
         launch: the least that the host lets a layer take.
         head: the output layer and the loss.
         embedding: what comes before the layers.
@@ -69,7 +69,7 @@ class LayerModel:
         again = np.where(one.full, forward, np.where(one.half, 0.5 * forward, np.where(one.selective, core, 0.0)))
         times = 4.0 + np.where(one.full, 2.0, np.where(one.half, 1.0, 0.0))
         beside = np.where(one.hidden, SHOWN, 1.0) * np.where(self._gathers_eighth(one), EIGHTH_MESSAGES, 1.0)
-        messages = times * passed * beside
+        messages = times * passed * beside + self._around(one)
         launch = self._launch(one)
         layer = np.maximum(forward + again + backward + messages, launch) + times * waited
         head, embedding = self._head(one) + passed + waited, self._embedding(one) + passed + waited
@@ -80,11 +80,21 @@ class LayerModel:
         """Whether what ``tp`` gathers along the sequence is converted to 8 bits before, by each rank its part."""
         return one.fp8 & ~one.rowwise & one.parallel_sequence
 
+    def _around(self, one: Setups) -> Array:
+        """Keys and values go around the ranks of ``cp``, each turn beside attention on what has come (arXiv
+        2310.01889); in backward their gradients go with them. What is computed again goes around again."""
+        block = 2 * one.compute_bytes * one.tokens * self._model.kv_hidden / one.tp
+        turn, turns = self._links.ring(block, one.cp, one.tp), one.cp - 1
+        forward = np.maximum(0.0, turn - self._core(one, backward=False) / one.cp)
+        backward = np.maximum(0.0, 2 * turn - self._core(one, backward=True) / one.cp)
+        found: Array = turns * (forward * np.where(one.full | one.selective, 2.0, 1.0) + backward)
+        return found
+
     def _launch(self, one: Setups) -> Array:
         constants, host = self._links.constants, self._machines.per_host
         parts = ~one.flash & ((one.micro * self._model.heads / one.tp) % SOFTMAX_HEADS != 0)
         launch = constants.launch_seconds * (3.0 + one.full) * np.where(parts, SOFTMAX_PARTS, 1.0)
-        leaves = (one.pp > 1) & (one.dp * one.tp * one.pp > host) & (one.tp > 1)
+        leaves = (one.pp > 1) & (one.dp * one.cp * one.tp * one.pp > host) & (one.tp > 1)
         stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.15 * one.tp / host, 0.0)
         return launch + stall * one.tp * constants.stall_seconds
 

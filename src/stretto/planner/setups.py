@@ -80,5 +80,9 @@ class Setups:
 
     @property
     def tokens(self) -> Array:
-        """Of a microbatch."""
-        return self.micro * self.sequence
+        """Of a microbatch that a rank has."""
+        return self.micro * self.sequence / self.cp
+
+    def take(self, at: Any) -> Setups:
+        """Those at these places."""
+        return Setups(**{field.name: getattr(self, field.name)[at] for field in fields(self)})

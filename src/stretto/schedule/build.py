@@ -31,27 +31,28 @@ class _Board:
         self.ends: dict[Action, int] = {}
         self.begun = {kind: [0] * len(flow.ranks) for kind in units}
         self.gradient = Kind.INPUT if Kind.INPUT in units else Kind.BACKWARD
+        self._next: dict[tuple[Kind, int], tuple[Action, tuple[Action, ...]]] = {}  # with what it needs
 
     def ready(self, rank: int, time: int) -> list[Action]:
         """What ``rank`` could run at ``time``: of each stage and kind the next one, if what it needs has ended."""
-        found = [
-            Action(kind, stage, begun[stage])
-            for stage in self.flow.stages_of[rank]
-            for kind, begun in self.begun.items()
-            if begun[stage] < self.num_microbatches
-        ]
-        return [action for action in found if all(self._ended(need, time) for need in self._needs(action))]
+        found = []
+        for stage in self.flow.stages_of[rank]:
+            for kind, begun in self.begun.items():
+                if begun[stage] < self.num_microbatches:
+                    action, needs = self._next.get((kind, stage)) or self._look(kind, stage)
+                    if all(self.ends.get(need, time + 1) <= time for need in needs):
+                        found.append(action)
+        return found
 
-    def _needs(self, action: Action) -> tuple[Action, ...]:
-        return self.flow.needs(action, lambda stage, microbatch: self.gradient)
-
-    def _ended(self, action: Action, time: int) -> bool:
-        end = self.ends.get(action)
-        return end is not None and end <= time
+    def _look(self, kind: Kind, stage: int) -> tuple[Action, tuple[Action, ...]]:
+        action = Action(kind, stage, self.begun[kind][stage])
+        self._next[kind, stage] = action, self.flow.needs(action, lambda stage, microbatch: self.gradient)
+        return self._next[kind, stage]
 
     def start(self, action: Action, time: int) -> int:
         """Runs ``action`` and returns its end."""
         self.begun[action.kind][action.stage] += 1
+        self._next.pop((action.kind, action.stage), None)
         self.ends[action] = time + self.units[action.kind]
         return self.ends[action]
 

@@ -1,0 +1,89 @@
+"""``stretto plan TASK``: the plans for a task on the workers of this machine, each rehearsed rank by rank."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Final
+
+from stretto.cli.options import find_task, parse_sets
+from stretto.cli.words import size
+from stretto.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.choose import Choice
+
+SHOWN: Final = 10  # plans
+_UNITS: Final = {"B": 0, "K": 1, "M": 2, "G": 3, "T": 4}.items()
+
+
+def plan_task(
+    task: str, sets: Sequence[str] | None, workers: int | None, memory: str | None, plan: str | None, json: bool
+) -> None:
+    """Rehearses the plans (or ``plan`` alone), and prints the best."""
+    from json import dumps
+
+    from stretto.choose import choose, predict, ranked
+    from stretto.cluster import Cluster
+    from stretto.doctor.links import measure_links
+    from stretto.launch import LocalLauncher
+    from stretto.observe import free_bytes
+    from stretto.plan import Plan
+    from stretto.rehearse import Rehearsals
+    from stretto.task import load_task
+
+    given = None if plan is None else Plan.parse(plan, workers)
+    count = workers or (given.world_size if given else max(1, Cluster.measure().cores))
+    limit = parse_bytes(memory) if memory is not None else (free_bytes() or 0) / count or None
+    with LocalLauncher() as launcher:
+        links = measure_links(count, launcher)
+    rehearsals = Rehearsals.of(load_task(find_task(task), parse_sets(sets)))
+    if given is not None:
+        found = ranked([predict(rehearsals, given, links, limit)])
+    else:
+        found = choose(rehearsals, count, links, limit, tell=_tell)
+    if json:
+        print(dumps({"workers": count, "memory_limit_bytes": limit, "plans": [one.to_json() for one in found]}))
+        return
+    _print(found, count, limit)
+
+
+def parse_bytes(text: str) -> float:
+    """``2GiB``, ``500MB``, ``1.5g``. Raises UserError for anything else."""
+    match = re.fullmatch(r"([\d.]+)\s*([BKMGT])(I?B?)", text.strip().upper())
+    if match is None or match[1].count(".") > 1 or not float(match[1]):
+        raise UserError(f"--memory {text}: expected a size such as 2GiB or 500MB")
+    power = dict(_UNITS)[match[2]]
+    return float(float(match[1]) * (1024 if match[3].startswith("I") else 1000) ** power)
+
+
+def _tell(one: Choice) -> None:
+    said = f"refused: {one.refused}" if one.refused else f"{1e3 * one.seconds:.1f} ms"
+    print(f"{one.plan}: {said}", file=sys.stderr)
+
+
+def _print(found: Sequence[Choice], workers: int, limit: float | None) -> None:
+    from stretto.choose import RISK, binds, fitting, why_second
+
+    shown = [one for one in found if not one.refused][:SHOWN]
+    wide = max((len(one.plan) for one in shown), default=4)
+    room = "" if limit is None else f", each with {size(int(limit))} of memory"
+    print(f"{len(found)} plans for {workers} worker(s) of this machine{room}\n")
+    print(f"{'plan':<{wide}}  {'a step':>10}  {'of it work':>10}  {'waiting':>10}  {'memory':>8}  too much")
+    for one in shown:
+        waits = sum(one.exposed.values())
+        times = "  ".join(f"{1e3 * seconds:>7.1f} ms" for seconds in (one.seconds, one.work, waits))
+        print(f"{one.plan:<{wide}}  {times}  {size(one.memory_bytes):>8}  {one.risk:>8.0%}")
+    for one in found:
+        if one.refused:
+            print(f"{one.plan}: {one.refused}")
+    fits = fitting(found)
+    if not fits:
+        if shown:
+            print(f"\nnone fits: each would have more than {1 - RISK:.0%} of a chance to run out of memory")
+        return
+    print(f"\ntake --plan {fits[0].plan}: what binds is {binds(fits[0])}")
+    if len(fits) > 1:
+        print(why_second(fits[0], fits[1]))

@@ -1,0 +1,258 @@
+"""A plan's ranks, each run alone for a few steps: what a step will take, and the memory, before anything is launched.
+
+A rank's part runs as in training (the same layout, optimizer and messages, by the same code), but each call to the
+others is answered on the spot (:mod:`stretto.comm.echo`), so its numbers mean nothing and its times do. The ranks'
+notes are then played together with the times of the cluster's links (:mod:`stretto.planner.replay`). Ranks of one host
+run at the same time, as they will share its memory's rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, tee
+from typing import Any, Final, cast
+
+from stretto.assemble import assemble, build_template, open_data
+from stretto.comm.echo import EchoGroup
+from stretto.data import Position, Sampler, cut, derive_seed, seed_everything
+from stretto.errors import PlanError, UserError, one_line
+from stretto.launch.process import Child, fork, pass_death_to_forks
+from stretto.launch.worker import set_threads
+from stretto.observe import peak_rss_bytes, rss_bytes
+from stretto.parallel import Template
+from stretto.parallel.apply import check
+from stretto.plan import Plan
+from stretto.planner.replay import Event, Prices, replay
+from stretto.step import Stepper
+from stretto.task import Task
+from stretto.terms import Terms
+
+WARM: Final = 2  # steps that aren't looked at: memory and caches are cold
+STEPS: Final = 5
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A plan, each of whose ranks has run alone.
+
+    Args:
+        plan: in words.
+        events: of each rank, those of a step; see :mod:`stretto.planner.replay`.
+        memory_bytes: of each rank, the most that it had beside what the process had before the model was built, as
+            ``summary.json`` has it of a run.
+        assignment: which operations are in which stage, for a plan that cuts the traced graph; JSON.
+        refused: why the plan doesn't fit the task; the rest is empty then.
+    """
+
+    plan: str
+    events: tuple[tuple[Event, ...], ...] = ()
+    memory_bytes: tuple[int, ...] = ()
+    assignment: dict[str, Any] | None = None
+    refused: str = ""
+
+    def seconds(self, prices: Prices) -> float:
+        """Of a step."""
+        return replay(self.events, prices).seconds
+
+
+@dataclass(frozen=True)
+class Rehearsals:
+    """A task whose plans are to be run rank by rank.
+
+    Args:
+        apart: the ranks will be on several hosts, so that they share no memory.
+        threads: of one rank's operators.
+        imports_bytes: resident memory before the model was built.
+    """
+
+    task: Task
+    template: Template
+    apart: bool = False
+    threads: int = 1
+    imports_bytes: int = 0
+
+    @classmethod
+    def of(cls, task: Task, *, apart: bool = False, threads: int = 1) -> Rehearsals:
+        """Builds the model, once for all plans."""
+        imports_bytes = rss_bytes()
+        return cls(task, build_template(task), apart, threads, imports_bytes)
+
+    def run(self, plan: Plan) -> Rehearsed:
+        """Every rank of ``plan`` for a few steps, each in a process forked from this one.
+
+        Raises:
+            UserError: a rank's process ended by itself, such as for want of memory.
+        """
+        try:
+            check(self.template, plan)
+        except PlanError as error:
+            return Rehearsed(str(plan), refused=one_line(error))
+        players = [_Player(partial(self._play, plan, 0, []))]
+        try:
+            heard = [players[0].hear()]
+            if "refused" not in heard[0]:
+                answers = heard[0]["answers"]
+                others = range(1, plan.world_size)
+                players += [_Player(partial(self._play, plan, rank, list(answers))) for rank in others]
+                heard += [player.hear() for player in players[1:]]
+            if not any("refused" in one for one in heard):
+                for player in players:
+                    player.go()
+                heard = [player.hear() for player in players]
+        finally:
+            for player in players:
+                player.end()
+        if refused := next((one["refused"] for one in heard if "refused" in one), ""):
+            return Rehearsed(str(plan), refused=refused)
+        events = tuple(_typical([list(map(_event, step)) for step in one["steps"]]) for one in heard)
+        return Rehearsed(str(plan), events, tuple(one["memory_bytes"] for one in heard), heard[0]["assignment"])
+
+    def _play(self, plan: Plan, rank: int, answers: list[Any], said: _Said) -> None:
+        """One rank's process: lays out, waits for the others to have laid out, steps."""
+        set_threads(self.threads)
+        try:
+            _run(self, plan, EchoGroup(rank, plan.world_size, self.apart, answers), said)
+        except PlanError as error:
+            said.say({"refused": one_line(error)})
+
+
+class _Said:
+    """The way of a rank's process to the one that forked it."""
+
+    def __init__(self, writing: int, waiting: int) -> None:
+        self._writing, self._waiting = writing, waiting
+
+    def say(self, value: Any) -> None:
+        """One line."""
+        with open(self._writing, "wb", closefd=False) as pipe:
+            pipe.write(json.dumps(value).encode() + b"\n")
+
+    def wait(self) -> None:
+        """Until the other side lets it go on."""
+        select.select([self._waiting], [], [])
+        os.read(self._waiting, 1)
+
+
+class _Player:
+    """The process of one rank."""
+
+    def __init__(self, body: Callable[[_Said], None]) -> None:
+        reading, writing = os.pipe()
+        waiting, telling = os.pipe()
+
+        def run() -> int:
+            os.close(reading)
+            os.close(telling)
+            pass_death_to_forks()
+            body(_Said(writing, waiting))
+            return 0
+
+        self._child: Child | None = fork(run, own_group=True)
+        os.close(writing)
+        os.close(waiting)
+        self._pipe, self._telling = open(reading, "rb"), telling  # noqa: SIM115  # closed by end()
+
+    def hear(self) -> Any:
+        """What it says next."""
+        line = self._pipe.readline()
+        if not line:
+            assert self._child is not None
+            child, self._child = self._child, None
+            code = child.reap()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise UserError(f"a rank that was run alone ended by {how}; its own words are above, if it had any")
+        return json.loads(line)
+
+    def go(self) -> None:
+        """Lets it begin its steps."""
+        with suppress(BrokenPipeError):
+            os.write(self._telling, b"!")
+
+    def end(self) -> None:
+        """It isn't needed any more."""
+        self._pipe.close()
+        os.close(self._telling)
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
+            self._child.reap()
+
+
+class _Alone(Stepper):
+    """A stepper whose votes all pass: what one rank alone adds up says nothing, and may be nothing."""
+
+    def _vote(self, step: int, terms: Terms) -> Any:
+        found = super()._vote(step, terms)
+        sums = {name: (1.0, self.nominal_weight) for name in found.sums}
+        reached = (True,) * len(found.reached)
+        return dataclasses.replace(found, agreed=True, sums=sums, square_sum=1.0, not_finite="", reached=reached)
+
+
+def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
+    task = of.task
+    feeder = open_data(task, plan, group)["train"]
+    machinery = assemble(task, plan, of.template, group, forced=True)
+    stepper = _Alone(task, plan, feeder, machinery)
+    seed_everything(derive_seed(task.recipe.seed, "loop"))
+    sharers = 1 if of.apart else group.size
+    peak = peak_rss_bytes(sharers)  # before the template goes: what is shared now is known only now
+    of.template.release()
+    said.say({"answers": group.answers})
+    said.wait()
+    batches = Sampler(len(feeder), task.recipe.batch, task.recipe.seed).batches(1, Position())
+    batches, ahead = tee(islice(batches, WARM + STEPS))
+    data = machinery.data.rank
+    feeder.expect(
+        (piece.ids, batch.start.epoch) for batch in ahead for piece in cut(batch.ids, plan.dp, plan.microbatches, data)
+    )
+    steps = []
+    for batch in batches:
+        group.notes.take()
+        began = time.perf_counter()
+        stepper.step(batch)
+        steps.append(_events(began, group.notes.take(), time.perf_counter()))
+    peak = max(peak, peak_rss_bytes(sharers))
+    assignment = cast(Any, machinery.applied).assignment.to_json() if plan.traced else None
+    said.say({"steps": steps[WARM:], "memory_bytes": peak - of.imports_bytes, "assignment": assignment})
+
+
+def _events(began: float, entries: Sequence[tuple[str, float, float, tuple[Any, ...]]], ended: float) -> list[Event]:
+    """What the rank did, with its own work between its calls; what answering took is left out."""
+    found: list[Event] = []
+    at = began
+    for what, entered, left, details in entries:
+        found += [("work", entered - at), (what, *details)]
+        at = left
+    return [*found, ("work", ended - at)]
+
+
+def _event(one: Sequence[Any]) -> Event:
+    """From JSON."""
+    return tuple(tuple(part) if isinstance(part, list) else part for part in one)
+
+
+def _typical(steps: Sequence[Sequence[Event]]) -> tuple[Event, ...]:
+    """One step of several, the median of each piece of work; of steps that aren't alike, the one of median length."""
+
+    def shape(step: Sequence[Event]) -> list[Any]:
+        return [event if event[0] == "work" else (event[0], *event[2:]) for event in step]
+
+    def kinds(step: Sequence[Event]) -> list[Any]:
+        return ["work" if event[0] == "work" else event for event in shape(step)]
+
+    if any(kinds(step) != kinds(steps[0]) for step in steps):
+        lengths = [sum(event[1] for event in step if event[0] == "work") for step in steps]
+        return tuple(steps[sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]])
+    work = [statistics.median(step[at][1] for step in steps) for at in range(len(steps[0]))]
+    return tuple(
+        ("work", seconds) if event[0] == "work" else event for event, seconds in zip(steps[0], work, strict=True)
+    )

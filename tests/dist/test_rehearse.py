@@ -1,0 +1,93 @@
+"""A rank that runs alone does what it does among others: the same calls, the same messages, as much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.choose import choose, predict, probability_over
+from stretto.doctor.links import measure_links
+from stretto.errors import UserError
+from stretto.launch import LocalLauncher
+from stretto.launch.job import Job
+from stretto.plan import Plan
+from stretto.planner.tables import LinkTable
+from stretto.rehearse import Rehearsals
+from stretto.task import load_task
+
+ROOT = Path(__file__).resolve().parents[2]
+GPT = str(ROOT / "examples" / "gpt")
+SETS = {"depth": "2", "width": "32", "heads": "2", "context": "16", "batch": "7", "steps": "9"}
+MATRIX = pytest.mark.matrix  # the same code as those beside them
+FREE = LinkTable("none", False, {("all_reduce", 2): ((64, 1e-9),), ("message", 2): ((64, 1e-9),)})
+
+
+@pytest.fixture(scope="module")
+def rehearsals() -> Iterator[Rehearsals]:
+    yield Rehearsals.of(load_task(GPT, SETS))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp=2", "dp=3,zero=2", "pp=2,microbatches=3"),
+        *(pytest.param(plan, marks=MATRIX) for plan in ("dp=1", "dp=2,zero=1,microbatches=2", "dp=2,zero=3", "tp=2")),
+    ],
+)
+def test_a_rank_alone_makes_the_calls_that_it_makes_among_others(
+    launcher: LocalLauncher, rehearsals: Rehearsals, plan: str
+) -> None:
+    parsed = Plan.parse(plan)
+    alone = rehearsals.run(parsed)
+    payload = {"task": GPT, "sets": SETS, "plan": plan, "assignment": alone.assignment}
+    job = Job("rehearsing:calls", payload, parsed.world_size, python_path=(str(ROOT / "tests" / "helpers"),))
+    result = launcher.run(job)
+    assert result.exit_code == 0, result.failure
+    assert not alone.refused and len(alone.events) == parsed.world_size
+    for events, really in zip(alone.events, result.results.values(), strict=True):
+        assert really is not None
+        assert sum(event[0] == "begin" for event in events) == really["collectives"]
+        assert [event[3] for event in events if event[0] == "send"] == really["sent"]
+        assert sum(event[1] for event in events if event[0] == "work") > 0
+    assert alone.seconds(FREE) > 0, "the ranks' notes fit together"
+    assert min(alone.memory_bytes) > 2**20
+
+
+def test_a_plan_that_does_not_fit_the_task_is_refused_with_the_reason(rehearsals: Rehearsals) -> None:
+    found = predict(rehearsals, Plan.parse("branch=2"), FREE)
+    assert found.refused.startswith("plan: branch=2") and found.to_json() == {
+        "plan": "dp=1,branch=2",
+        "refused": found.refused,
+    }
+
+
+def test_a_rank_that_dies_is_told(rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.rehearse.assemble", lambda *_, **__: [][0])
+    with pytest.raises(UserError, match="a rank that was run alone ended by exit code 1"):
+        rehearsals.run(Plan.parse("dp=2"))
+
+
+def test_links_are_measured_for_each_number_of_members(launcher: LocalLauncher) -> None:
+    table = measure_links(2, launcher)
+    kinds = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}
+    assert {kind for kind, _ in table.curves} == kinds and table.transport == "shared memory" and not table.background
+    for kind in kinds:
+        small, large = table.curves[kind, 2][0], table.curves[kind, 2][-1]
+        assert 0 < small[1] < large[1] < 10 and small[0] < large[0], kind
+
+
+def test_what_fits_is_chosen_before_what_is_faster_and_saving_comes_where_nothing_fits(rehearsals: Rehearsals) -> None:
+    told: list[str] = []
+    found = choose(rehearsals, 1, FREE, tell=lambda one: told.append(one.plan))
+    assert told == ["dp=1"] == [one.plan for one in found] and found[0].risk == 0.0
+    told.clear()
+    found = choose(rehearsals, 1, FREE, limit=2**20, tell=lambda one: told.append(one.plan))
+    assert "dp=1,recompute=selective" in told and "dp=1,microbatches=4,recompute=full" in told
+    assert all(one.risk > 0.99 for one in found)
+
+
+def test_the_probability_is_a_half_at_the_limit_and_grows() -> None:
+    assert probability_over(100.0, 100.0) == 0.5 and probability_over(100.0, None) == 0.0
+    assert probability_over(90.0, 100.0) < 0.01 < 0.99 < probability_over(110.0, 100.0)
