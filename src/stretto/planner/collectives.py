@@ -33,14 +33,16 @@ class Links:
         """Bytes/s from one device to other hosts."""
         return self.machines.network_rate * self.constants.between
 
-    def _latency(self, ranks: Array) -> Array:
-        return self.constants.latency_seconds * np.log2(np.maximum(ranks, 2.0))
+    def latency(self, ranks: Array) -> Array:
+        """Of a collective, however small."""
+        return self.constants.latency_seconds * np.log2(np.maximum(ranks, 1.0))
 
     def neighbours(self, num_bytes: Array, ranks: Array) -> Array:
-        """An all-reduce over ranks that stand side by side, as ``tp``'s do; hosts are passed through in a ring."""
+        """An all-reduce over ranks that stand side by side, as ``tp``'s do, beside its latency; hosts are passed
+        through in a ring."""
         host = float(self.machines.per_host)
         rate = np.where(ranks <= host, self.inside, min(self.inside, self.between * host))
-        seconds = 2 * (ranks - 1) / ranks * num_bytes / rate + self._latency(ranks)
+        seconds = 2 * (ranks - 1) / ranks * num_bytes / rate
         return np.where(ranks > 1, seconds, 0.0)
 
     def spread(self, num_bytes: Array, ranks: Array, apart: Array) -> Array:
@@ -49,7 +51,7 @@ class Links:
         hosts = ranks / here
         seconds = 2 * (here - 1) / here * num_bytes / self.inside
         seconds = seconds + np.where(hosts > 1, 2 * (hosts - 1) / hosts * num_bytes / here / self.between, 0.0)
-        return np.where(ranks > 1, seconds + self._latency(ranks), 0.0)
+        return np.where(ranks > 1, seconds + self.latency(ranks), 0.0)
 
     def send(self, num_bytes: Array, apart: Array) -> Array:
         """One message to a rank that many places on."""

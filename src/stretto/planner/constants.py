@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
+from statistics import median
 from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
 
 from stretto.errors import UserError, nearest
+from stretto.planner.hardware import find_device
 
 MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -63,11 +65,27 @@ def read_sets() -> dict[str, Constants]:
 
 
 def find_constants(device: str, software: str) -> Constants:
-    """The set of a training system on a device; where there is none, that of another system on it, or the default."""
-    sets = read_sets()
-    if (name := f"{device}/{software}") in sets:
-        return sets[name]
-    return next((one for key, one in sets.items() if key.startswith(f"{device}/")), Constants())
+    """The set of a training system on a device; where there is none, what is likely."""
+    return likely(device, software, read_sets())
+
+
+def likely(device: str, software: str, sets: Mapping[str, Constants]) -> Constants:
+    """What to expect of a training system on a device: the median of the sets that are nearest to it. That is its own;
+    else those of that system on devices of the same family, of others on the device, of others on its family, or all.
+    """
+    family = find_device(device).family
+
+    def near(name: str) -> int:
+        other, _, system = name.partition("/")
+        same = find_device(other).family == family
+        found = ((other, system) == (device, software), same and system == software, other == device, same)
+        return max((len(found) - place for place, one in enumerate(found) if one), default=0)
+
+    if not sets:
+        return Constants()
+    most = max(map(near, sets))
+    found = [asdict(one) for name, one in sets.items() if near(name) == most]
+    return Constants(**{field.name: median(one[field.name] for one in found) for field in fields(Constants)})
 
 
 def check_software(name: str) -> str:

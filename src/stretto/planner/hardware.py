@@ -35,17 +35,22 @@ class Device:
     """One device.
 
     Args:
+        family: of devices that run the same kernels, and reach like shares of their rates.
         peak: dense products of matrices, in flop/s, by precision.
         memory_bytes: what it has.
         memory_rate: bytes/s to and from its memory.
         link_rate: bytes/s one way to the other devices of its host.
+        network_rate: bytes/s one way to other hosts, where a cluster doesn't say it: what hosts of this device have
+            mostly been built with.
     """
 
     name: str
+    family: str
     peak: dict[str, float] = field(hash=False)
     memory_bytes: float
     memory_rate: float
     link_rate: float
+    network_rate: float
 
     def peak_of(self, precision: str) -> float:
         """Flop/s in a precision, or in the next one that it has."""
@@ -93,6 +98,8 @@ def find_device(name: str) -> Device:
         if wanted in map(_plain, (key, *one["aliases"])):
             peak = {precision: 1e12 * rate for precision, rate in one["peak_tflops"].items()}
             rates = one["memory_gb_per_second"], one["link_gb_per_second"]
-            return Device(key, peak, MEMORY_GIGA * one["memory_gb"], GIGA * rates[0], GIGA * rates[1])
+            network = GIGA * one.get("network_gb_per_second", 25)
+            memory, family = MEMORY_GIGA * one["memory_gb"], one["family"]
+            return Device(key, family, peak, memory, GIGA * rates[0], GIGA * rates[1], network)
     names = [alias for one in _known().values() for alias in one["aliases"]]
     raise UserError(f"no device is known as {name!r}{nearest(name, [*_known(), *names])}; known: {', '.join(_known())}")

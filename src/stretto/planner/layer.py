@@ -13,13 +13,18 @@ import numpy as np
 
 from stretto.planner.collectives import Links
 from stretto.planner.hardware import Machines
-from stretto.planner.setups import Array, Setups
+from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.transformer import Transformer
 
-KERNEL_SECONDS = 5e-6  # of any operation on a device, however small
+KERNEL_SECONDS = 3e-5  # of any operation on a device beside its work: its start, its end, the gap to the next
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 16  # element by element
-UNALIGNED = 0.25  # of the rate, where a row of a matrix isn't a multiple of 16 bytes (measured of A100s)
-SHOWN = 0.4  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
+# Of the rate, by the bytes of which a row of a matrix is a multiple (arXiv 2401.14489, section 4); below all, the last.
+ALIGNED = ((128, 1.0), (64, 0.95), (32, 0.85), (16, 0.65))
+UNALIGNED = 0.3
+# Megatron's softmax is one kernel where the heads of a microbatch are a multiple of this; else its parts are launched.
+SOFTMAX_HEADS, SOFTMAX_PARTS = 4, 1.3
+EIGHTH_MESSAGES = 0.75  # of the bytes: half of what is gathered, all of what is summed
+SHOWN = 0.6  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
 _CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
 _HEAD_BYTES = 28  # that an element of the logits is read and written, all passes of the loss together
 
@@ -56,17 +61,24 @@ class LayerModel:
 
     def times(self, setups: Setups) -> LayerTime:
         """Of each setup."""
-        model, one = self._model, setups
-        message = one.compute_bytes * one.tokens * model.hidden
-        reduce = self._links.neighbours(message, one.tp)
-        forward = self._linears(one) + self._core(one, backward=False) + self._forward_passes(one)
-        backward = 2 * self._linears(one) + self._core(one, backward=True) + self._backward_passes(one)
-        messages = (4 * reduce + np.where(one.full, 2 * reduce, 0.0)) * np.where(one.hidden, SHOWN, 1.0)
-        messages = messages + self._around(one)
-        again = np.where(one.full, forward, np.where(one.selective, self._core(one, backward=False), 0.0))
+        one, waited = setups, self._links.latency(setups.tp)
+        passed = self._links.neighbours(one.compute_bytes * one.tokens * self._model.hidden, one.tp)
+        linears, core = self._linears(one), self._core(one, backward=False)
+        forward = linears + core + self._forward_passes(one)
+        backward = 2 * linears + self._core(one, backward=True) + self._backward_passes(one)
+        again = np.where(one.full, forward, np.where(one.half, 0.5 * forward, np.where(one.selective, core, 0.0)))
+        times = 4.0 + np.where(one.full, 2.0, np.where(one.half, 1.0, 0.0))
+        beside = np.where(one.hidden, SHOWN, 1.0) * np.where(self._gathers_eighth(one), EIGHTH_MESSAGES, 1.0)
+        messages = times * passed * beside + self._around(one)
         launch = self._launch(one)
-        layer = np.maximum(forward + again + backward + messages, launch)
-        return LayerTime(layer, messages, launch, self._head(one), self._embedding(one))
+        layer = np.maximum(forward + again + backward + messages, launch) + times * waited
+        head, embedding = self._head(one) + passed + waited, self._embedding(one) + passed + waited
+        return LayerTime(layer, messages + times * waited, launch, head, embedding)
+
+    @staticmethod
+    def _gathers_eighth(one: Setups) -> Flags:
+        """Whether what ``tp`` gathers along the sequence is converted to 8 bits before, by each rank its part."""
+        return one.fp8 & ~one.rowwise & one.parallel_sequence
 
     def _around(self, one: Setups) -> Array:
         """Keys and values go around the ranks of ``cp``, each turn beside attention on what has come (arXiv
@@ -80,36 +92,53 @@ class LayerModel:
 
     def _launch(self, one: Setups) -> Array:
         constants, host = self._links.constants, self._machines.per_host
-        launch = constants.launch_seconds * (3.0 + one.full)
+        parts = ~one.flash & ((one.micro * self._model.heads / one.tp) % SOFTMAX_HEADS != 0)
+        launch = constants.launch_seconds * (3.0 + one.full) * np.where(parts, SOFTMAX_PARTS, 1.0)
         leaves = (one.pp > 1) & (one.dp * one.cp * one.tp * one.pp > host) & (one.tp > 1)
-        stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.5, 0.0)
+        stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.15 * one.tp / host, 0.0)
         return launch + stall * one.tp * constants.stall_seconds
 
     def _product(self, rows: Array, columns: Array, inner: Array, one: Setups) -> Array:
         elements = rows * columns + rows * inner + columns * inner
+        rate = self._matmul * self._whole(columns, one) * self._whole(inner, one)
         return np.maximum(
-            2 * rows * columns * inner / self._matmul, one.compute_bytes * elements / self._memory
+            2 * rows * columns * inner / rate, one.compute_bytes * elements / self._memory
         ) + KERNEL_SECONDS  # fmt: skip
+
+    @staticmethod
+    def _whole(size: Array, one: Setups) -> Array:
+        """The share of the rate that is left by matrix rows of that many elements."""
+        found = np.full_like(one.tp, UNALIGNED)
+        for multiple, share in reversed(ALIGNED):
+            found = np.where(size * one.compute_bytes % multiple == 0, share, found)
+        return found
 
     def _linears(self, one: Setups) -> Array:
         model, tokens, whole = self._model, one.tokens, np.full_like(one.tp, self._model.hidden)
-        sizes = (
-            ((model.hidden + 2 * model.kv_hidden) / one.tp, whole),
-            (whole, whole / one.tp),
-            (model.ups * model.ffn / one.tp, whole),
-            (whole, model.ffn / one.tp),
+        part = whole / one.tp
+        sizes = (  # columns, what each sums over, and what of that a rank has before it gathers
+            ((model.hidden + 2 * model.kv_hidden) / one.tp, whole, part),
+            (whole, part, part),
+            (model.ups * model.ffn / one.tp, whole, part),
+            (whole, model.ffn / one.tp, model.ffn / one.tp),
         )
         seconds = np.zeros(len(one))
-        for columns, inner in sizes:
-            converted = _CONVERTED * inner * (tokens + columns) / self._memory
-            eighth = 2 * tokens * columns * inner / self._eighth + converted + 3 * KERNEL_SECONDS
-            seconds = seconds + np.where(one.fp8, eighth, self._product(tokens, columns, inner, one))
+        for columns, inner, had in sizes:
+            usual, eighth = self._product(tokens, columns, inner, one), self._eighths(tokens, columns, inner, had, one)
+            seconds = seconds + np.where(one.fp8, eighth, usual)
         return seconds
+
+    def _eighths(self, rows: Array, columns: Array, inner: Array, had: Array, one: Setups) -> Array:
+        """A product in 8 bits, with the conversion of its operands."""
+        converted = rows * np.where(self._gathers_eighth(one), had, inner) + columns * inner
+        rate = np.where(one.rowwise, self._matmul, self._eighth)
+        return 2 * rows * columns * inner / rate + _CONVERTED * converted / self._memory + 3 * KERNEL_SECONDS
 
     def _core(self, one: Setups, backward: bool) -> Array:
         """Attention's two products, half of them where nothing after a token is looked at and the square isn't written;
         else its square is written and read by softmax and dropout."""
         flops = 4 * one.sequence * one.tokens * self._model.hidden / one.tp
+        flops = flops / self._whole(np.full_like(one.tp, self._model.hidden / self._model.heads), one)
         square = one.compute_bytes * one.tokens * one.sequence * self._model.heads / one.tp
         fused = flops * (1.25 if backward else 0.5) / self._attention
         written = flops * (2 if backward else 1) / self._attention + square * (7 if backward else 5) / self._memory
@@ -130,11 +159,10 @@ class LayerModel:
     def _head(self, one: Setups) -> Array:
         model = self._model
         columns = model.vocab / one.tp
-        odd = (model.vocab * one.compute_bytes) % 16 != 0
-        product = self._product(one.tokens, columns, np.full_like(one.tp, model.hidden), one)
-        product = product / np.where(odd & (one.tp == 1), UNALIGNED, 1.0)  # in parts the table is filled up
+        filled = np.where(one.tp == 1, columns, 128 * np.ceil(columns / 128))  # in parts the table is filled up
+        product = self._product(one.tokens, filled, np.full_like(one.tp, model.hidden), one)
         logits = _HEAD_BYTES * one.tokens * columns / self._memory
-        return 3 * product + logits + 2 * self._links.constants.launch_seconds
+        return 3 * product + logits + 1.5 * self._links.constants.launch_seconds
 
     def _embedding(self, one: Setups) -> Array:
         seconds = 6 * one.compute_bytes * one.tokens * self._model.hidden / self._memory

@@ -35,9 +35,11 @@ _NAMED: Final = (
     ("megatron-deepspeed", "megatron-deepspeed"),
     *(("nanotron", "nanotron"), ("foundry", "llm-foundry"), ("internevo", "internevo"), ("torchtitan", "torchtitan")),
 )
+# What rows say of recomputation and their times refute: with it, layers of vTrain's single hosts would have their
+# products at over the peak rate of the device, whatever else they do.
+_REFUTED: Final = frozenset({"vtrain_single"})
 _FALLBACK: Final = "megatron-lm"
 _WIDE: Final = ("fp32", "tf32")  # elements of 4 bytes
-_NETWORK: Final = 25e9  # bytes/s a device, where nothing is said
 # Words by which rows say what a figure of memory means; a source that has others, of a figure that can't be else.
 _KINDS: Final[tuple[tuple[str, Kind], ...]] = (
     ("nvidia-smi", "total"),
@@ -203,7 +205,8 @@ def _read(row: dict[str, Any], layers: Mapping[tuple[Any, ...], float]) -> Publi
         software = "torchtitan-compiled"
     system = read_software()[software]
     per_host = hardware.per_node or 8
-    machines = Machines(device, hardware.count, per_host, _network(hardware.inter, per_host))
+    network = _network(hardware.inter, per_host) or device.network_rate
+    machines = Machines(device, hardware.count, per_host, network)
     return Published(
         source=str(row.get("source", "")),
         name=model.name,
@@ -240,7 +243,7 @@ def _transformer(model: _Model, batch: _Batch) -> Transformer:
 
 
 def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: Software) -> dict[str, Any]:
-    recompute = str(row.get("recompute") or "none")
+    recompute = "none" if row.get("source") in _REFUTED else str(row.get("recompute") or "none")
     sequence = system.sequence if parallel.sp is None else parallel.sp
     wide = _precision(str(row.get("precision", ""))) in _WIDE
     return {
@@ -255,9 +258,11 @@ def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: Soft
         "parallel_sequence": bool(sequence) and parallel.tp > 1,
         "full": recompute.startswith("full"),
         "selective": recompute.startswith("selective"),
+        "half": recompute.startswith("selective") and system.activations.selective == "products",
         "flash": system.flash,
         "hidden": bool(parallel.async_tp),
         "fp8": "fp8" in str(row.get("precision", "")).lower(),
+        "rowwise": "rowwise" in str(row.get("precision", "")).lower(),
         "compute_bytes": 4 if wide else 2,
         "gradient_bytes": 4 if wide else system.gradient_bytes,
     }
@@ -280,15 +285,15 @@ def _precision(text: str) -> str:
     return "bf16" if "bf16" in low else "fp16"
 
 
-def _network(text: str | None, per_host: int) -> float:
-    """Bytes/s a device, from words such as ``8x200 Gb/s HDR IB per node``."""
+def _network(text: str | None, per_host: int) -> float | None:
+    """Bytes/s a device; None: it isn't said; from words such as ``8x200 Gb/s HDR IB per node``."""
     if not text:
-        return _NETWORK
+        return None
     if found := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb/s", text):
         return int(found[1]) * int(found[2]) * 1e9 / 8 / per_host
     if found := re.search(r"(\d+)\s*Gb/s per (GPU|node)", text, re.IGNORECASE):
         return int(found[1]) * 1e9 / 8 / (1 if found[2].lower() == "gpu" else per_host)
-    return _NETWORK
+    return None
 
 
 def _memory(result: dict[str, Any]) -> float | None:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-DEFAULTS: Final = MappingProxyType({"cp": 1, "schedule": SCHEDULES.index("1f1b"), "offload": False})
+DEFAULTS: Final = MappingProxyType(
+    {"cp": 1, "schedule": SCHEDULES.index("1f1b"), "offload": False, "half": False, "rowwise": False}
+)
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class Setups:
         sequence: tokens of a sample.
         parallel_sequence: activations between cut layers lie in parts along the sequence.
         full: each layer is computed again in backward; ``selective``: its attention is.
+        half: about half of each layer is, as torchtitan's ``selective`` does (every second product, or layer).
         flash: attention never writes its square.
         hidden: messages of ``tp`` go in pieces beside the products that they feed (asynchronous tensor parallelism).
         offload: what the optimizer keeps lies on the host.
-        fp8: products of layers run in 8 bits, whose operands are converted before each.
+        fp8: products of layers run in 8 bits, whose operands are converted before each; ``rowwise``: with a scale for
+            each row, so that products are no faster than in 16 bits.
         compute_bytes: of an element in forward and backward; ``gradient_bytes``: of one that is sent.
     """
 
@@ -56,6 +60,8 @@ class Setups:
     shard: Array
     schedule: Array
     offload: Flags
+    half: Flags
+    rowwise: Flags
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Setups:

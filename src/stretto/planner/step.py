@@ -14,7 +14,7 @@ from stretto.planner.layer import LayerModel, LayerTime
 from stretto.planner.setups import SCHEDULES, Array, Setups
 from stretto.planner.transformer import Transformer
 
-OPTIMIZER_BYTES = 30.0  # read and written of a parameter in an update (Adam with float32 masters)
+OPTIMIZER_BYTES = 28.0  # read and written of a parameter: Adam's three in float32, gradient and copy in 16 bits
 HOST_RATE: Final = 25e9  # bytes/s of a host's memory for each of its devices (200 GB/s for eight)
 HOST_LINK_RATE: Final = 20e9  # bytes/s one way between a device and its host (PCIe 4, 16 lanes)
 ZERO_BUBBLE: Final = SCHEDULES.index("zero-bubble")
@@ -144,7 +144,7 @@ class StepModel:
         share, constants = self._held(one) / np.where(one.zero >= 1, one.shard, 1.0), self._constants
         here = share * OPTIMIZER_BYTES / (self._machines.device.memory_rate * constants.memory)
         away = share * (OPTIMIZER_BYTES / HOST_RATE + (one.gradient_bytes + one.compute_bytes) / HOST_LINK_RATE)
-        return np.where(one.offload, away, here) + self._model.layers / one.pp * 0.5 * constants.launch_seconds
+        return np.where(one.offload, away, here)
 
 
 def weight_share(one: Setups) -> Array:
