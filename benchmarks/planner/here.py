@@ -25,6 +25,7 @@ from stretto.order import TrainOrder
 from stretto.plan import Plan
 from stretto.planner.replay import replay
 from stretto.planner.tables import LinkTable
+from stretto.preload import preloads
 from stretto.rehearse import Rehearsals
 from stretto.task import load_task
 
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     kinds = [kind for kind in CASES if options.only in (None, kind[0])]
-    with LocalLauncher() as launcher:
+    with LocalLauncher(preloads(Plan.parse("dp=2,zero=3"))) as launcher:
         links = measure_links(2, launcher)
         rows = [row for kind in kinds for row in case(launcher, kind, links, options)]
     errors = [abs(row["time_error"]) for row in rows]

@@ -9,6 +9,7 @@ run at the same time, as they will share its memory's rate.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import select
@@ -33,6 +34,7 @@ from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.planner.replay import Event, Prices, replay
+from stretto.preload import preloads
 from stretto.step import Stepper
 from stretto.task import Task
 from stretto.terms import Terms
@@ -83,7 +85,9 @@ class Rehearsals:
 
     @classmethod
     def of(cls, task: Task, *, apart: bool = False, threads: int = 1) -> Rehearsals:
-        """Builds the model, once for all plans."""
+        """Builds the model, once for all plans. What a run's workers have loaded before is loaded here as well."""
+        for name in preloads(Plan(dp=2, zero=3)):
+            importlib.import_module(name)
         first = _Player(lambda said: said.say(rss_bytes()))  # as a worker: forked, without what it hasn't touched
         try:
             imports_bytes = int(first.hear())

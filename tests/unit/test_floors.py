@@ -25,6 +25,8 @@ INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
     *(
         "script",
+        "choose",
+        "rehearse",
         "preload",
         "training",
         "prelaunch",
@@ -34,8 +36,6 @@ ENGINE = (
         "prepared",
         "best",
         "weights",
-        "choose",
-        "rehearse",
         "explain",
         "features",
         "assemble",
