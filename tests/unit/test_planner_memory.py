@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {
     **{"compute_bytes": 2, "gradient_bytes": 4},
 }
 TOKENS = 256
-PAPER = Software(flash=False, balanced=False, activations=Activations(dropout=True))
+PAPER = Software(flash=False, stages="even", activations=Activations(dropout=True))
 
 
 def memory(software: Software = Software(), cut: tuple[int, ...] | None = None, **changes: Any) -> Memory:  # noqa: B008
@@ -150,17 +150,17 @@ ENDS = 2 * 2 * TOKENS * 512  # a stage's input and output
 )
 def test_a_first_stage_holds_the_microbatches_of_its_schedule(changes: dict[str, Any], layers: float) -> None:
     setups = Setups.of([PLAIN | {"pp": 4} | changes])
-    found = peak_memory(MODEL, setups, Software(balanced=False), first=True)
+    found = peak_memory(MODEL, setups, Software(stages="even"), first=True)
     assert found.activations[0] == pytest.approx(layers * LAYER + layers / 2 * ENDS)
 
 
 def test_the_last_stage_counts_where_the_vocabulary_is_large() -> None:
     wide = Transformer(layers=8, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=200_000)
     setups = Setups.of([PLAIN | {"pp": 4}])
-    found = peak_memory(wide, setups, Software(balanced=False))
+    found = peak_memory(wide, setups, Software(stages="even"))
     assert found.stage[0] == 3
     assert found.logits[0] == pytest.approx(TOKENS * 200_000 * (2 + 3 * 4))
-    assert peak_memory(wide, setups, Software(balanced=False), first=True).logits[0] == 0
+    assert peak_memory(wide, setups, Software(stages="even"), first=True).logits[0] == 0
 
 
 def test_a_balanced_cut_leaves_the_output_layer_room() -> None:
@@ -169,7 +169,7 @@ def test_a_balanced_cut_leaves_the_output_layer_room() -> None:
     setups = Setups.of([PLAIN | {"pp": 2}])
     first = peak_memory(model, setups, first=True)
     assert first.activations[0] == pytest.approx(2 * 6 * LAYER + 2 * ENDS)  # 5.5, rounded up
-    even = peak_memory(model, setups, Software(balanced=False), first=True)
+    even = peak_memory(model, setups, Software(stages="even"), first=True)
     assert even.activations[0] == pytest.approx(2 * 4 * LAYER + 2 * ENDS)
 
 

@@ -28,7 +28,7 @@ def test_the_longest_stage_is_that_of_the_best_cut() -> None:
         times = scorer.steps.work(one).times
         times = replace(times, head=times.layer * draw.uniform(0, 12))
         layer, head = float(times.layer[0]), float(times.head[0])
-        found, has_head = longest_stage(model, times, one, balanced=True)
+        found, has_head = longest_stage(model, times, one, stages="shortest")
         if pp == 1:
             assert (found[0], has_head[0]) == (layers, True)
             continue
@@ -47,7 +47,7 @@ def test_a_zero_bubble_is_a_third_and_half_where_forward_is_done_again() -> None
 
 
 def test_stages_on_a_rank_divide_the_bubble_and_multiply_messages() -> None:
-    scorer = scorer_of(balanced=False)
+    scorer = scorer_of(stages="even")
     plan = "dp=2,pp=8,microbatches=16"
     plain = scorer.time(setups_of(plan, scorer.space))
     dealt = scorer.time(setups_of(plan + ",schedule=interleaved,chunks=3", scorer.space))
@@ -114,9 +114,9 @@ PIPELINES = (
 
 
 @pytest.mark.parametrize("plan", PIPELINES)
-@pytest.mark.parametrize("balanced", [True, False])
-def test_closed_forms_say_what_events_do(plan: str, balanced: bool) -> None:
-    scorer = scorer_of(replace(GPT, layers=48), balanced=balanced)
+@pytest.mark.parametrize("stages", ["shortest", "passing", "even"])
+def test_closed_forms_say_what_events_do(plan: str, stages: str) -> None:
+    scorer = scorer_of(replace(GPT, layers=48), stages=stages)
     one = setups_of(plan, scorer.space)
     assert Player(scorer).play_one(one).seconds == pytest.approx(float(scorer.time(one).total[0]), rel=0.03)
 
@@ -133,15 +133,15 @@ def test_two_rounds_say_what_all_microbatches_take(plan: str) -> None:
 
 def test_the_cut_has_all_layers_and_the_longest_stage_of_the_closed_form() -> None:
     for layers, pp in ((24, 4), (25, 4), (7, 7), (40, 16), (16, 16)):
-        for balanced in (True, False):
-            scorer = scorer_of(replace(GPT, layers=layers), 16, 64, balanced=balanced)
+        for stages in ("shortest", "passing", "even"):
+            scorer = scorer_of(replace(GPT, layers=layers), 16, 64, stages=stages)
             one = setups_of(f"dp={16 // pp if 16 % pp == 0 else 1},pp={pp}", scorer.space) if 16 % pp == 0 else None
             if one is None:
                 continue
             cut, work = Player(scorer).cut(one), scorer.steps.work(one)
             assert sum(cut) == layers
             assert len(cut) == pp
-            if balanced:
+            if stages != "even":
                 layer, head = float(work.times.layer[0]), float(work.times.head[0])
                 longest = max([count * layer for count in cut[:-1]] + [cut[-1] * layer + head])
                 assert longest == pytest.approx(float(work.longest[0]), rel=1e-9)

@@ -87,7 +87,7 @@ def exhaustive(scorer: Scorer, most: int) -> tuple[int, list[tuple[str, float]]]
     model = space.described.model
     rows = list(every_plan(model, space.machines, space.batch, space.system))
     setups = Setups.of(rows)
-    seconds = step_time(model, space.machines, scorer.constants, setups, "bf16", space.system.balanced).total
+    seconds = step_time(model, space.machines, scorer.constants, setups, "bf16", space.system.stages).total
     memory = scorer.memory(setups)
     risk, sizes = scorer.risk(memory), memory.total
     best: dict[tuple[Any, ...], tuple[float, float, int]] = {}
@@ -110,8 +110,8 @@ def small_space(seed: int) -> Scorer:
     device = find_device(draw.choice(["A100", "H100", "V100"]))
     per_host = draw.choice([one for one in divisors(count) if one <= 8])
     machines = Machines(device, count, per_host, draw.choice([3e9, 25e9, 100e9]))
-    batch, balanced = draw.choice([1, 3, 8, 12, 32, 50]), draw.random() < 0.5
-    system = Software(flash=flash, gradient_bytes=draw.choice([2, 4]), balanced=balanced)
+    batch, stages = draw.choice([1, 3, 8, 12, 32, 50]), draw.choice(["shortest", "even", "passing"])
+    system = Software(flash=flash, gradient_bytes=draw.choice([2, 4]), stages=stages)
     constants = replace(Constants(), stall_seconds=draw.choice([0.0, 1e-4]), launch_seconds=draw.choice([1e-5, 1e-3]))
     scorer = Scorer(Space(Described(model, 2048), machines, batch, system), constants)
     sizes = np.sort(scorer.memory(scorer.space.cores).total)
@@ -163,7 +163,7 @@ def test_small_spaces_are_of_all_sorts() -> None:
 @pytest.mark.parametrize("flash", [True, False])
 def test_bounds_hold_for_every_plan_of_a_core(memory: float, flash: bool) -> None:
     """The search passes over cores by these alone: time's floor and least, and the schedule that takes the least."""
-    scorer = scorer_of(memory=memory, flash=flash, balanced=flash)
+    scorer = scorer_of(memory=memory, flash=flash, stages="shortest" if flash else "even")
     space = scorer.space
     some = np.random.default_rng(0).permutation(len(space.cores))[:400]
     cores = space.cores.take(some)
@@ -275,7 +275,7 @@ def test_memory_and_time_come_from_the_planner_alone() -> None:
     scorer = scorer_of()
     found = search(scorer, 3)
     space = scorer.space
-    again = step_time(space.described.model, space.machines, scorer.constants, found.setups, "bf16", True)
+    again = step_time(space.described.model, space.machines, scorer.constants, found.setups, "bf16")
     np.testing.assert_array_equal(again.total, found.times.total)
     memory = peak_memory(space.described.model, found.setups, space.system)
     np.testing.assert_array_equal(memory.total, found.memory.total)

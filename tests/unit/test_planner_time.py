@@ -234,7 +234,7 @@ def test_published_steps_are_met(model: tuple[int, int], heads: int, plan: dict[
     setup = {**ONE, "micro": 1, **plan, "full": True, "flash": False}
     machines = Machines(A100, math.prod(setup[axis] for axis in ("dp", "tp", "pp")))
     constants = find_constants(A100.name, "megatron-lm")
-    found = step_time(one, machines, constants, Setups.of([setup]), "fp16", balanced=False)
+    found = step_time(one, machines, constants, Setups.of([setup]), "fp16", stages="even")
     assert found.total[0] == pytest.approx(seconds, rel=0.1)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from stretto.planner.collectives import Links
 from stretto.planner.constants import Constants, find_constants
 from stretto.planner.layer import LayerModel
-from stretto.planner.memory import Memory, is_behind, peak_memory, probability_over
+from stretto.planner.memory import Memory, peak_memory, probability_over
 from stretto.planner.published import Published
 from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.software import read_software
@@ -66,11 +66,11 @@ class Accuracy:
 def predict(rows: Sequence[Published], sets: Sets = find_constants) -> Array:
     """Seconds of each row's step."""
     found = np.zeros(len(rows))
-    for indices in _groups(rows, lambda row: (row.model, row.machines, row.precision, row.software, row.balanced)):
+    for indices in _groups(rows, lambda row: (row.model, row.machines, row.precision, row.software, row.stages)):
         first = rows[indices[0]]
         constants = sets(first.device.name, first.software)
         setups = Setups.of([rows[at].setup for at in indices])
-        time = step_time(first.model, first.machines, constants, setups, first.precision, first.balanced)
+        time = step_time(first.model, first.machines, constants, setups, first.precision, first.stages)
         found[indices] = time.total
     return found
 
@@ -82,7 +82,7 @@ def predict_memory(rows: Sequence[Published], sets: Sets = find_constants) -> tu
         row = rows[indices[0]]
         software, setups = read_software()[row.software], Setups.of([rows[at].setup for at in indices])
         links = Links(row.machines, sets(row.device.name, row.software))
-        behind = is_behind(LayerModel(row.model, row.machines, links, row.precision).times(setups))
+        behind = LayerModel(row.model, row.machines, links, row.precision).times(setups).behind
         every: dict[bool, Memory] = {
             first: peak_memory(row.model, setups, software, row.cut, row.layer_bytes, first, behind)
             for first in (False, True)

@@ -37,6 +37,7 @@ class LayerTime:
         layer: forward and backward of a layer, with its messages.
         messages: of those, of ``tp``, and of ``cp`` that attention doesn't hide.
         launch: the least that the host lets a layer take.
+        behind: the device takes longer than that.
         head: the output layer and the loss.
         embedding: what comes before the layers.
     """
@@ -44,6 +45,7 @@ class LayerTime:
     layer: Array
     messages: Array
     launch: Array
+    behind: Flags
     head: Array
     embedding: Array
 
@@ -71,9 +73,10 @@ class LayerModel:
         beside = np.where(one.hidden, SHOWN, 1.0) * np.where(self._gathers_eighth(one), EIGHTH_MESSAGES, 1.0)
         messages = times * passed * beside + self._around(one)
         launch = self._launch(one)
-        layer = np.maximum(forward + again + backward + messages, launch) + times * waited
+        device = forward + again + backward + messages
+        layer = np.maximum(device, launch) + times * waited
         head, embedding = self._head(one) + passed + waited, self._embedding(one) + passed + waited
-        return LayerTime(layer, messages + times * waited, launch, head, embedding)
+        return LayerTime(layer, messages + times * waited, launch, device > launch, head, embedding)
 
     @staticmethod
     def _gathers_eighth(one: Setups) -> Flags:

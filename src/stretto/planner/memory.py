@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from stretto.planner.layer import LayerTime
+from stretto.planner.cut import passing
 from stretto.planner.setups import SCHEDULES, Array, Flags, Setups
 from stretto.planner.software import Software
 from stretto.planner.transformer import Transformer
@@ -89,19 +90,13 @@ def peak_memory(
     """
     rank = _Rank(model, setups, software, layer_bytes, np.ones(len(setups), bool) if behind is None else behind)
     if cut is None:
-        front, end = _cut(model, setups, software.balanced)
+        front, end = _CUTS[software.stages](model, setups)
         found = rank.memory(np.zeros(len(setups)), front)
         return found if first else _larger(found, rank.memory(setups.pp - 1, end))
     every = [rank.memory(np.full(len(setups), float(at)), np.full(len(setups), float(n))) for at, n in enumerate(cut)]
     found = every[0]
     for other in every[1:] if not first else ():
         found = _larger(found, other)
-    return found
-
-
-def is_behind(times: LayerTime) -> Flags:
-    """Whether a device takes longer for a layer than the host needs to launch it."""
-    found: Flags = times.layer > times.launch
     return found
 
 
@@ -123,16 +118,22 @@ def _larger(one: Memory, other: Memory) -> Memory:
     return Memory(*(np.where(more, getattr(other, part.name), getattr(one, part.name)) for part in fields(Memory)))
 
 
-def _cut(model: Transformer, one: Setups, balanced: bool) -> tuple[Array, Array]:
-    """Layers of the first and of the last stage: a layer goes to the stage in which it begins, by the cost of all
-    that comes before it, the output layer counted as the layers that it costs; or each stage has as many."""
-    if not balanced:
-        even = np.ceil(model.layers / one.pp)
-        return even, even
+def _even(model: Transformer, one: Setups) -> tuple[Array, Array]:
+    even = np.ceil(model.layers / one.pp)
+    return even, even
+
+
+def _shortest(model: Transformer, one: Setups) -> tuple[Array, Array]:
+    """A layer goes to the stage in which it begins, by the cost of all that comes before it, the output layer counted
+    as the layers that it costs."""
     each = (model.layers + np.where(one.pp > 1, model.table / model.layer_matrices, 0.0)) / one.pp
     front = np.minimum(np.ceil(each - 1e-9), model.layers)
     before = np.where(one.pp > 1, np.ceil(each * (one.pp - 1) - 1e-9), 0.0)
     return front, np.maximum(model.layers - before, 0.0)
+
+
+# Layers of the first and of the last stage.
+_CUTS: Final = MappingProxyType({"even": _even, "passing": passing, "shortest": _shortest})
 
 
 class _Rank:

@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from stretto.planner.cut import passed
 from stretto.planner.score import Scorer
 from stretto.planner.setups import SCHEDULES, Setups
 from stretto.planner.step import weight_share
@@ -86,10 +87,14 @@ class Player:
         return Costs(forward, backward, (weight / (1 - weight),) * len(seconds), float(steps.hop(one)[0]))
 
     def cut(self, one: Setups) -> list[int]:
-        """Layers of each stage, as the closed form has them: the last has fewer for its head, if stages are balanced;
+        """Layers of each stage, as the closed form has them: of the shortest cut the last has fewer for its head, and
         of the others some have one more."""
-        layers, stages = self._scorer.space.described.model.layers, int(one.pp[0] * one.chunks[0])
-        if one.chunks[0] > 1 or not self._scorer.balanced:
+        model, rule = self._scorer.space.described.model, self._scorer.space.system.stages
+        layers, stages = model.layers, int(one.pp[0] * one.chunks[0])
+        if one.chunks[0] == 1 and rule == "passing":
+            ends = passed(model, np.full(stages, float(stages)), np.arange(1.0, stages + 1))
+            return [int(count) for count in np.diff(ends, prepend=0.0)]
+        if one.chunks[0] > 1 or rule == "even":
             last = layers // stages
         else:
             work = self._scorer.steps.work(one)

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stretto.errors import UserError
+from stretto.planner.cut import Stages
 from stretto.planner.hardware import Device, Machines, find_device
 from stretto.planner.software import Software, read_software
 from stretto.planner.transformer import Transformer
@@ -121,7 +122,7 @@ class Published:
     machines: Machines
     precision: str
     software: str
-    balanced: bool
+    stages: Stages
     setup: dict[str, Any]
     seconds: float | None
     memory_bytes: float | None
@@ -214,7 +215,7 @@ def _read(row: dict[str, Any], layers: Mapping[tuple[Any, ...], float]) -> Publi
         machines=machines,
         precision=_precision(str(row.get("precision", ""))),
         software=software,
-        balanced=system.balanced,
+        stages=system.stages,
         setup=_setup(row, parallel, batch, system),
         seconds=result.get("iter_s"),
         memory_bytes=_memory(result),

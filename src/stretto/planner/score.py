@@ -41,12 +41,7 @@ class Scorer:
         """The costs of a step, part by part."""
         space, precision = self.space, self.space.described.precision
         precision = "bf16" if precision == "fp8" else precision  # Setups.fp8 says which products are
-        return StepModel(space.described.model, self.machines, self.constants, precision, self.balanced)
-
-    @property
-    def balanced(self) -> bool:
-        """Whether stages are cut with the output layer counted."""
-        return self.space.system.balanced
+        return StepModel(space.described.model, self.machines, self.constants, precision, space.system.stages)
 
     def time(self, setups: Setups) -> StepTime:
         """Of each setup."""
@@ -67,14 +62,14 @@ class Scorer:
 
     def floor(self, cores: Setups) -> Array:
         """Seconds of the longest stage's work: less than any plan of the core takes."""
-        return cores.microbatches * self.steps.work(cores).longest
+        return cores.microbatches * self.steps.least_work(cores).longest
 
     def least_seconds(self, cores: Setups, allowed: tuple[Flags, Flags]) -> Array:
         """What a core takes with the options that suit it best, whatever their memory: parts of a step add up, and a
         schedule decides others than ``zero`` and offload do. No plan of the core takes less; those with several stages
         on a rank take more where one each would be cut unevenly, for theirs are even."""
         steps, join = self.steps, self.space.join
-        work, none = steps.work(cores), np.zeros(len(cores), np.int64)
+        work, none = steps.least_work(cores), np.zeros(len(cores), np.int64)
         around, shared = np.full(len(cores), np.inf), np.full(len(cores), np.inf)
         for at, fine in enumerate(allowed[0].T):
             bubble, stages = steps.pipeline(join(cores, none + at, none), work)

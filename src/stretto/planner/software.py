@@ -10,6 +10,8 @@ from typing import ClassVar, Final, Literal
 import yaml
 from pydantic import ConfigDict, TypeAdapter
 
+from stretto.planner.cut import Stages
+
 _STRICT: Final = ConfigDict(extra="forbid")
 
 
@@ -66,7 +68,7 @@ class Software:
     Args:
         flash: attention doesn't write its square.
         sequence: activations beside layers that ``tp`` cuts lie in parts.
-        balanced: stages are cut with the output layer counted.
+        stages: how layers are cut into them; see :mod:`stretto.planner.cut`.
         gradient_bytes: of an element of a gradient that is sent.
     """
 
@@ -74,7 +76,7 @@ class Software:
 
     flash: bool = True
     sequence: bool = False
-    balanced: bool = True
+    stages: Stages = "shortest"
     gradient_bytes: int = 4
     activations: Activations = Activations()
     states: States = States()

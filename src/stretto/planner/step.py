@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
 from stretto.planner.collectives import Links
 from stretto.planner.constants import Constants
+from stretto.planner.cut import Stages, passing
 from stretto.planner.hardware import Machines
 from stretto.planner.layer import LayerModel, LayerTime
-from stretto.planner.setups import SCHEDULES, Array, Setups
+from stretto.planner.setups import SCHEDULES, Array, Flags, Setups
 from stretto.planner.transformer import Transformer
 
 OPTIMIZER_BYTES = 28.0  # read and written of a parameter: Adam's three in float32, gradient and copy in 16 bits
@@ -65,25 +67,29 @@ class Work:
 
 
 def step_time(
-    model: Transformer, machines: Machines, constants: Constants, setups: Setups, precision: str, balanced: bool = True
+    model: Transformer,
+    machines: Machines,
+    constants: Constants,
+    setups: Setups,
+    precision: str,
+    stages: Stages = "shortest",
 ) -> StepTime:
     """The time of a step of each setup.
 
     Args:
         precision: of the products of matrices.
-        balanced: stages are cut so that the longest is shortest, with the output layer counted; otherwise, and where a
-            rank has several, each has as many layers.
+        stages: how layers are cut into them; where a rank has several, each has as many layers.
     """
-    return StepModel(model, machines, constants, precision, balanced).time(setups)
+    return StepModel(model, machines, constants, precision, stages).time(setups)
 
 
 class StepModel:
     """The costs of one model's steps, each part for itself: a search combines them before it adds them up."""
 
     def __init__(
-        self, model: Transformer, machines: Machines, constants: Constants, precision: str, balanced: bool = True
+        self, model: Transformer, machines: Machines, constants: Constants, precision: str, stages: Stages = "shortest"
     ) -> None:
-        self._model, self._machines, self._constants, self._balanced = model, machines, constants, balanced
+        self._model, self._machines, self._constants, self._stages = model, machines, constants, stages
         self._links = Links(machines, constants)
         self._layers = LayerModel(model, machines, self._links, precision)
 
@@ -98,9 +104,16 @@ class StepModel:
     def work(self, one: Setups) -> Work:
         """Of a microbatch."""
         times = self._layers.times(one)
-        layers, head = longest_stage(self._model, times, one, self._balanced)
+        layers, head = longest_stage(self._model, times, one, self._stages)
         longest = layers * times.layer + np.where(head, times.head, 0.0) + np.where(one.pp == 1, times.embedding, 0.0)
         return Work(times, layers, longest, self._model.layers * times.layer + times.head + times.embedding)
+
+    def least_work(self, one: Setups) -> Work:
+        """Of a microbatch, of the schedule whose stages suit best: those with several on a rank have even ones."""
+        work, layers = self.work(one), self._model.layers
+        even = layers / one.pp * work.times.layer + work.times.head
+        better = (layers % one.pp == 0) & (one.pp > 1) & (even < work.longest)
+        return replace(work, longest=np.where(better, even, work.longest))
 
     def hop(self, one: Setups) -> Array:
         """Seconds of a message from one stage to the next."""
@@ -152,16 +165,27 @@ def weight_share(one: Setups) -> Array:
     return 1 / (3.0 + one.full)
 
 
-def longest_stage(model: Transformer, times: LayerTime, one: Setups, balanced: bool) -> tuple[Array, Array]:
-    """Layers of the longest stage, and whether it has the output layer.
+def longest_stage(model: Transformer, times: LayerTime, one: Setups, stages: Stages) -> tuple[Array, Flags]:
+    """Layers of the longest stage, and whether it has the output layer."""
+    layers, head = _LONGEST[stages](model, times, one)
+    uncut = (one.pp == 1) | (one.chunks > 1)
+    return np.where(uncut, model.layers / one.pp, layers), head | uncut
 
-    Where stages are balanced, all but the last have as many layers, rounded up, and the last has the rest. With so many
-    that the last with its head is as long as another, (layers + head) / pp, rounded down or up: fewer in the others
-    make the last longer, more make the others longer.
-    """
-    even = np.broadcast_to(np.asarray(model.layers / one.pp), (len(one),))
-    if not balanced:
-        return even, np.ones(len(one), bool)
+
+def _even(model: Transformer, times: LayerTime, one: Setups) -> tuple[Array, Flags]:
+    return model.layers / one.pp, np.ones(len(one), bool)
+
+
+def _passing(model: Transformer, times: LayerTime, one: Setups) -> tuple[Array, Flags]:
+    front, last = passing(model, one)
+    end, middle = last * times.layer + times.head, front * times.layer
+    return np.where(end >= middle, last, front), end >= middle
+
+
+def _shortest(model: Transformer, times: LayerTime, one: Setups) -> tuple[Array, Flags]:
+    """All but the last stage have as many layers, rounded up, and the last has the rest. With so many that the last
+    with its head is as long as another, (layers + head) / pp, rounded down or up: fewer in the others make the last
+    longer, more make the others longer."""
     others = np.maximum(one.pp - 1, 1.0)
     most = np.ceil(model.layers / others)
     up = np.minimum(np.ceil((model.layers + times.head / times.layer) / one.pp), most)
@@ -174,5 +198,7 @@ def longest_stage(model: Transformer, times: LayerTime, one: Setups, balanced: b
         best = np.where(better, seconds, best)
         layers = np.where(better, np.where(end >= middle, last, rest), layers)
         head = np.where(better, end >= middle, head)
-    uncut = (one.pp == 1) | (one.chunks > 1)
-    return np.where(uncut, even, layers), head | uncut
+    return layers, head
+
+
+_LONGEST: Final = MappingProxyType({"even": _even, "passing": _passing, "shortest": _shortest})
