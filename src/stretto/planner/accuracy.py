@@ -13,7 +13,7 @@ import numpy as np
 from stretto.planner.collectives import Links
 from stretto.planner.constants import Constants, find_constants
 from stretto.planner.layer import LayerModel
-from stretto.planner.memory import Memory, peak_memory, probability_over
+from stretto.planner.memory import MOST_RISK, Memory, peak_memory, probability_over
 from stretto.planner.published import Published
 from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.software import read_software
@@ -188,7 +188,7 @@ def _cells(
         took, said = measured[indices], predicted[indices]
         correlation = _spearman(took, said)
         correlations += [] if math.isnan(correlation) else [correlation]
-        fits = over[indices] <= 0.5
+        fits = over[indices] <= MOST_RISK
         chosen = np.argmin(np.where(fits, said, np.inf)) if fits.any() else np.argmin(over[indices])
         regrets.append(float(took[int(chosen)] / took.min() - 1))
     return correlations, regrets

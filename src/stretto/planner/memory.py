@@ -27,6 +27,7 @@ GATHERED_LAYERS = 3  # of zero=3: one at work, one that comes, one whose gradien
 # Standard deviation of the logarithm of measured over predicted: 1.48 x the median of 391 runs of one system is 0.09,
 # of others 0.01 to 0.06; and of all spreads, 0.1 makes those runs' coming through or not likeliest.
 SPREAD = 0.1
+MOST_RISK = 0.2  # of plans that are proposed: the probability that they don't fit
 _STOCK: Final = Software()
 _GPIPE: Final = SCHEDULES.index("gpipe")
 

@@ -9,12 +9,10 @@ import numpy as np
 
 from stretto.planner.constants import Constants
 from stretto.planner.hardware import Machines
-from stretto.planner.memory import Memory, peak_memory, probability_over
+from stretto.planner.memory import MOST_RISK, Memory, peak_memory, probability_over
 from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.space import Space
 from stretto.planner.step import StepModel, StepTime
-
-MOST_RISK = 0.2  # of plans that are proposed: the probability that they don't fit
 
 
 @dataclass(frozen=True)
@@ -90,4 +88,3 @@ class Scorer:
             fits |= fine & self.fits(memory)
             least = np.where(fine, np.minimum(least, memory.total), least)
         return fits, least
-
