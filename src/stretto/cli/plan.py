@@ -70,18 +70,13 @@ def plan_command(
     """Predict plans' time and memory before anything is launched; or judge predictions by what was measured."""
     from stretto.errors import UserError
 
+    _refuse_mixed(task, check, model, on, task_alone=workers is not None or memory is not None or bool(sets))
     if task is not None:
-        if check is not None or model is not None:
-            raise UserError("a TASK is rehearsed, --check judges published rows, --model describes; give one of them")
         from stretto.cli.plan_task import plan_task
 
         plan_task(task, sets, workers, memory, explain, on, json)
         return
-    if workers is not None or memory is not None or sets:
-        raise UserError("--workers, --memory and --set are for a TASK, as in `stretto plan task.py --workers 2`")
     if check is not None:
-        if model is not None or on is not None:
-            raise UserError("--check judges published rows, --model plans; give one of them")
         _check(check, json)
         return
     if model is None or on is None or batch is None:
@@ -94,6 +89,15 @@ def plan_command(
     from stretto.cli.planned import plan_described
 
     plan_described(model, on, batch, software, explain=explain, drawn=picture, epoch=(tokens, price), json=json)
+
+
+def _refuse_mixed(task: str | None, check: Path | None, model: Path | None, on: str | None, task_alone: bool) -> None:
+    from stretto.errors import UserError
+
+    if sum(one is not None for one in (task, check, model)) > 1 or (check is not None and on is not None):
+        raise UserError("a TASK is rehearsed, --check judges published rows, --model describes; give one of them")
+    if task is None and task_alone:
+        raise UserError("--workers, --memory and --set are for a TASK, as in `stretto plan task.py --workers 2`")
 
 
 def _check(rows: Path, json: bool) -> None:

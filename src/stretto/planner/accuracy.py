@@ -19,6 +19,7 @@ from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.software import read_software
 from stretto.planner.step import step_time
 
+LIKELY = 0.5  # over it, a plan is predicted not to fit
 LEAST_IN_CELL = 4  # rows, for a rank correlation and a choice to mean something
 GOOD_REGRET = 0.05  # of a choice: second-best plans are mostly within that of the best
 _K = TypeVar("_K", bound=Hashable)
@@ -34,9 +35,10 @@ class Accuracy:
         rows: that were predicted; ``skipped``: that lack something.
         time_mape: mean absolute error of the step's time; ``time_median_ape``: the median.
         constant_mfu_mape: of predicting each row by the source's median share of the peak rate.
-        rank_correlation: Spearman's, within each model and number of devices, the mean of them.
-        regret_p90: by how much the measured time of the plan that would be chosen, the fastest of those that are
-            predicted to fit, is over the best measured one, in nine of ten cells at most.
+        rank_correlation: Spearman's of the planner's order with the measured one, within each model and number of
+            devices, the mean of them. In the planner's order plans that are predicted not to fit come last.
+        regret_p90: by how much the measured time of the plan that would be chosen, the fastest of those that the
+            planner proposes (``MOST_RISK``), is over the best measured one, in nine of ten cells at most.
         regret_cells: share of cells in which it is over by at most ``GOOD_REGRET``.
         memory_mape: mean absolute error of the peak memory; ``memory_median_ape``: the median.
         fit_contradictions: share of runs predicted to fit, or not to, that did the other, of those that tell: all
@@ -154,7 +156,7 @@ def _misfits(rows: Sequence[Published], over: Array, worked: _Worked) -> float |
     if not told.any():
         return None
     fits: Flags = np.array([row.fits for row in rows])
-    return float(100 * np.mean(((over <= 0.5) != fits)[told]))
+    return float(100 * np.mean(((over <= LIKELY) != fits)[told]))
 
 
 def _plan_of(row: Published) -> Hashable:
@@ -186,7 +188,7 @@ def _cells(
         if len(indices) < LEAST_IN_CELL:
             continue
         took, said = measured[indices], predicted[indices]
-        correlation = _spearman(took, said)
+        correlation = _spearman(took, np.where(over[indices] <= LIKELY, said, said + said.max()))
         correlations += [] if math.isnan(correlation) else [correlation]
         fits = over[indices] <= MOST_RISK
         chosen = np.argmin(np.where(fits, said, np.inf)) if fits.any() else np.argmin(over[indices])
