@@ -40,7 +40,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     seconds, found = [], {}
     for run in range(RUNS + 1):
         begin = time.perf_counter()
-        done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+        done = subprocess.run([*command, "--planned", "--json"], capture_output=True, text=True, check=True)
         seconds += [time.perf_counter() - begin] if run else []
         found = json.loads(done.stdout)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

@@ -192,3 +192,23 @@ def test_a_wrong_cluster_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--on", "8xH100"]) == 2
     assert "--model and --batch are missing" in capsys.readouterr().err
+
+
+def test_a_long_run_loses_time_to_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", write(tmp_path), "--on", "64xH100", "--batch", "64", "--days", "30"]
+    often, seldom = (
+        json.loads(plan(*options, "--mtbf-hours", hours, "--json", capsys=capsys)) for hours in ("500", "50000")
+    )
+    assert often["failures"] == pytest.approx(64 * 30 * 24 / 500) == 100 * seldom["failures"]
+    assert often["goodput_restart"] < seldom["goodput_restart"] < seldom["goodput_recovery"] < 1
+    assert often["checkpoint_seconds"] < seldom["checkpoint_seconds"]
+    assert often["twice_restart"] < seldom["twice_restart"] < 2
+    assert "failures:" in plan(*options, capsys=capsys)
+
+
+def test_what_stretto_can_t_run_yet_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", write(tmp_path, sequence=65536), "--on", "64xA100", "--batch", "8"]
+    text = plan(*options, capsys=capsys)
+    assert "cp=" not in text and "--planned looks at it as well" in text
+    more = plan(*options, "--planned", capsys=capsys)
+    assert "cp=" in more and "take a plan without it" in more

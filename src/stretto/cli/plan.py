@@ -29,42 +29,63 @@ _COLUMNS = (
 )
 
 
+_Task = Annotated[
+    str | None, typer.Argument(metavar="[TASK]", help="A task, whose plans are rehearsed on this machine.")
+]
+_Memory = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="What a worker may have of it, such as 2GiB.")
+]
+_Check = Annotated[
+    Path | None, typer.Option("--check", metavar="ROWS.jsonl", help="Judge predictions by published measurements.")
+]
+_Model = Annotated[Path | None, typer.Option("--model", metavar="MODEL.yaml", help="A transformer by its sizes.")]
+_On = Annotated[
+    str | None,
+    typer.Option("--on", metavar="CLUSTER", help="128xH100, in hosts of 8; or a YAML file; of a task, doctor's."),
+]
+_Batch = Annotated[int | None, typer.Option("--batch", metavar="N", help="Samples of a step, of all ranks.")]
+_Explain = Annotated[
+    str | None, typer.Option("--explain", metavar="PLAN", help="Predict this plan alone, such as dp=16,tp=8.")
+]
+_Software = Annotated[
+    str, typer.Option("--software", metavar="NAME", help="The training system whose constants are taken.")
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option("--picture", metavar="FILE", help="Draw the schedule, and time against memory, into an SVG file."),
+]
+_Price = Annotated[
+    float | None, typer.Option("--price", metavar="DOLLARS", help="Of a device for an hour; with --tokens.")
+]
+_Tokens = Annotated[
+    float | None, typer.Option("--tokens", metavar="N", help="Of an epoch, for its time; and its cost, by --price.")
+]
+_Days = Annotated[
+    float | None, typer.Option("--days", metavar="N", help="Of a run, for how much of its time failures leave.")
+]
+_Mtbf = Annotated[
+    float, typer.Option("--mtbf-hours", metavar="HOURS", help="Between failures of one device, in the mean.")
+]
+_Planned = Annotated[bool, typer.Option("--planned", help="Look also at what stretto is to do and can't yet.")]
+
+
 def plan_command(
-    task: Annotated[
-        str | None, typer.Argument(metavar="[TASK]", help="A task, whose plans are rehearsed on this machine.")
-    ] = None,
+    task: _Task = None,
     workers: WorkersOption = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="What a worker may have of it, such as 2GiB.")
-    ] = None,
+    memory: _Memory = None,
     sets: SetOption = None,
-    check: Annotated[
-        Path | None, typer.Option("--check", metavar="ROWS.jsonl", help="Judge predictions by published measurements.")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="MODEL.yaml", help="A transformer by its sizes.")
-    ] = None,
-    on: Annotated[
-        str | None,
-        typer.Option("--on", metavar="CLUSTER", help="128xH100, in hosts of 8; or a YAML file; of a task, doctor's."),
-    ] = None,
-    batch: Annotated[int | None, typer.Option("--batch", metavar="N", help="Samples of a step, of all ranks.")] = None,
-    explain: Annotated[
-        str | None, typer.Option("--explain", metavar="PLAN", help="Predict this plan alone, such as dp=16,tp=8.")
-    ] = None,
-    software: Annotated[
-        str, typer.Option("--software", metavar="NAME", help="The training system whose constants are taken.")
-    ] = "stretto",
-    picture: Annotated[
-        Path | None,
-        typer.Option("--picture", metavar="FILE", help="Draw the schedule, and time against memory, into an SVG file."),
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", metavar="DOLLARS", help="Of a device for an hour; with --tokens.")
-    ] = None,
-    tokens: Annotated[
-        float | None, typer.Option("--tokens", metavar="N", help="Of an epoch, for its time; and its cost, by --price.")
-    ] = None,
+    check: _Check = None,
+    model: _Model = None,
+    on: _On = None,
+    batch: _Batch = None,
+    explain: _Explain = None,
+    software: _Software = "stretto",
+    picture: _Picture = None,
+    price: _Price = None,
+    tokens: _Tokens = None,
+    days: _Days = None,
+    mtbf: _Mtbf = 50_000,
+    planned: _Planned = False,
     json: JsonOption = False,
 ) -> None:
     """Predict plans' time and memory before anything is launched; or judge predictions by what was measured."""
@@ -83,12 +104,10 @@ def plan_command(
         absent = [name for name, value in (("--model", model), ("--on", on), ("--batch", batch)) if value is None]
         said = "expected a TASK, --model MODEL.yaml --on CLUSTER --batch N, or --check ROWS.jsonl"
         raise UserError(f"stretto plan: {said}; {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
-    if (price is not None and tokens is None) or min(price or 1, tokens or 1) <= 0:
-        raise UserError("--price needs --tokens, the size of an epoch, and both are over 0")
+    from stretto.cli.planned import Wanted, plan_described
 
-    from stretto.cli.planned import plan_described
-
-    plan_described(model, on, batch, software, explain=explain, drawn=picture, epoch=(tokens, price), json=json)
+    wanted = Wanted(explain, picture, planned, tokens, price, days, mtbf)
+    plan_described(model, on, batch, software, wanted, json)
 
 
 def _refuse_mixed(task: str | None, check: Path | None, model: Path | None, on: str | None, task_alone: bool) -> None:

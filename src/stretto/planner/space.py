@@ -68,12 +68,14 @@ class Space:
     Args:
         batch: samples of a step, of all ranks.
         system: what is known of the training system.
+        context: with ``cp``.
     """
 
     described: Described
     machines: Machines
     batch: int
     system: Software
+    context: bool = True
 
     def __post_init__(self) -> None:
         """Raises UserError for a batch of nothing."""
@@ -88,6 +90,7 @@ class Space:
     def degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """dp, tp, pp and cp."""
         model, count, sequence = self.described.model, self.machines.count, self.described.sequence
+        context = self.context and self.system.flash
         for tp in divisors(count):
             if model.heads % tp or model.kv_heads % tp or model.ffn % tp:
                 continue
@@ -96,7 +99,7 @@ class Space:
                     continue
                 for cp in divisors(count // tp // pp):
                     dp = count // tp // pp // cp
-                    if dp <= self.batch and (cp == 1 or (self.system.flash and sequence % (2 * cp) == 0)):
+                    if dp <= self.batch and (cp == 1 or (context and sequence % (2 * cp) == 0)):
                         yield dp, tp, pp, cp
 
     @cached_property
