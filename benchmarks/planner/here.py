@@ -37,8 +37,16 @@ PLANS = (
 GPT = {"depth": "6", "width": "384", "heads": "6", "context": "128", "batch": "8"}
 CASES: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("gpt", "examples/gpt", GPT),
-    ("bert", "tests/tasks/bert.py", {}),
-    ("vit", "tests/tasks/vit.py", {}),
+    (
+        "bert",
+        "tests/tasks/bert.py",
+        {"depth": "6", "width": "512", "heads": "8", "length": "30", "size": "200", "batch": "24"},
+    ),
+    (
+        "vit",
+        "tests/tasks/vit.py",
+        {"side": "32", "patch": "4", "width": "256", "depth": "6", "heads": "8", "size": "200", "batch": "32"},
+    ),
 )
 WARM = 2
 

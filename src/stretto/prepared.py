@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.checkpoint import Checkpoint
+from stretto.data import Position
 from stretto.parallel import Template
 from stretto.plan import Plan
 from stretto.runfolder import Law
@@ -39,8 +40,21 @@ class RunOptions:
         folder: the run folder.
         attempt: counts the starts of this run from 1.
         stop_after: last step to commit in this start, or None to go to the recipe's end.
+        forecast: what was predicted; see :class:`stretto.forecast.Forecast`.
     """
 
     folder: Path
     attempt: int = 1
     stop_after: int | None = None
+    forecast: dict[str, float] | None = None
+
+
+@dataclass
+class Progress:
+    """What a checkpoint must hold beside tensors."""
+
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    samples: int = 0
+    loss: float | None = None
+    skipped: int = 0

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import takewhile, tee
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from stretto.comm.group import SHARED_MEMORY, Group
 from stretto.data import (
     BatchHandle,
     Piece,
-    Position,
     Sampler,
     cut,
     derive_seed,
@@ -33,10 +31,11 @@ from stretto.data import (
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
 from stretto.errors import PeerLost, TaskError, UserError, nearest
 from stretto.evaluation import evaluate
+from stretto.forecast import Forecast
 from stretto.kept import kept_of, restore
 from stretto.launch.context import WorkerContext
 from stretto.observe import EventLog, peak_rss_bytes
-from stretto.prepared import Prepared, RunOptions
+from stretto.prepared import Prepared, Progress, RunOptions
 from stretto.runfolder import write_summary
 from stretto.skips import SkipWatch
 from stretto.state import Slice
@@ -44,17 +43,6 @@ from stretto.step import StepObserver, StepOutcome, Stepper
 from stretto.timeline import tell_time
 from stretto.watch import Phase
 from stretto.weights import weight_names
-
-
-@dataclass
-class _Progress:
-    """What a checkpoint must hold beside tensors."""
-
-    step: int = 0
-    position: Position = field(default_factory=Position)
-    samples: int = 0
-    loss: float | None = None
-    skipped: int = 0
 
 
 class Run:
@@ -83,7 +71,7 @@ class Run:
         source = fitting(prepared.template, prepared.checkpoint)
         self._law = prepared.law
         self._on = assemble(self.task, self.plan, prepared.template, group, source, forced=not self._law.kept)
-        self._progress, self._skips = _Progress(), SkipWatch()
+        self._progress, self._skips, self._forecast = Progress(), SkipWatch(), Forecast(options.forecast)
         self._notes: list[str | None] = []
         train, position = self._data["train"], context.position
         self._stepper = Stepper(self.task, self.plan, train, self._on, observer, self._wants_stop, position)
@@ -194,6 +182,8 @@ class Run:
         self._stopping = outcome.stopping
         self._record(batch, outcome)
         self._skips.see(outcome)
+        for text in self._forecast.see(outcome.seconds):
+            self._say({"kind": "note", "text": text})
         if outcome.stopping:
             self._say({"kind": "stopping", "step": outcome.step})
         return outcome
@@ -335,7 +325,7 @@ class Run:
         position, note = resumed_position(checkpoint.step, meta, len(self._data["train"]))
         self._notes.append(note)
         self._best.resume(meta.get("best"), writes=self._group.rank == 0)
-        self._progress = _Progress(checkpoint.step, position, meta["samples"], meta["loss"], meta["skipped"])
+        self._progress = Progress(checkpoint.step, position, meta["samples"], meta["loss"], meta["skipped"])
 
     def _committed(self, step: int, path: Path) -> None:
         self._best.committed(step)
@@ -376,6 +366,7 @@ class Run:
         }
         if not self._law.kept:
             summary["law_broken"] = self._law.reason
+        summary |= self._forecast.summary(peak)
         summary |= tell_time(self.folder, self._stepper.lanes, self._group, self._on.applied.schedule, str(self.plan))
         if self._group.rank == 0:
             write_summary(self.folder, summary)

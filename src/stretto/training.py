@@ -76,7 +76,7 @@ def prepare(payload: dict[str, Any], report: Report) -> Prepared:
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """One worker of ``stretto train``: the plain loop over a run. Returns the summary."""
     order, prepared = TrainOrder(**payload), context.prepared
-    options = RunOptions(Path(order.run), order.attempt, order.stop_after)
+    options = RunOptions(Path(order.run), order.attempt, order.stop_after, order.forecast)
     return train(open_run(prepared, options, context, form_group(prepared.plan, context)))
 
 

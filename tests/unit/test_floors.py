@@ -40,7 +40,7 @@ ENGINE = (
         "features",
         "assemble",
     ),
-    *("skips", "kept", "timeline", "step", "terms", "evaluation", "machinery"),
+    *("forecast", "skips", "kept", "timeline", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")

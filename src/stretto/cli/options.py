@@ -24,6 +24,10 @@ PlanOption = Annotated[
     str | None,
     typer.Option("--plan", metavar="PLAN", help="Where it runs: dp=2, or dp=2,zero=3 to shard everything."),
 ]
+TrainPlanOption = Annotated[
+    str | None,
+    typer.Option("--plan", metavar="PLAN", help="Where it runs: dp=2, or dp=2,zero=3; auto: the planner looks first."),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of the task or a field of the recipe; repeatable."),

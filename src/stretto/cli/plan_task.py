@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.choose import Choice
+    from stretto.plan import Plan
+    from stretto.planner.tables import LinkTable
+    from stretto.rehearse import Rehearsals
 
 SHOWN: Final = 10  # plans
 _UNITS: Final = {"B": 0, "K": 1, "M": 2, "G": 3, "T": 4}.items()
@@ -35,23 +38,15 @@ def plan_task(
     from stretto.choose import choose, predict, ranked
     from stretto.cluster import Cluster
     from stretto.doctor.examine import read_links
-    from stretto.doctor.links import measure_links
-    from stretto.launch import LocalLauncher
     from stretto.observe import free_bytes
     from stretto.plan import Plan
-    from stretto.rehearse import Rehearsals
-    from stretto.task import load_task
 
     given = None if plan is None else Plan.parse(plan, workers)
     known = None if on is None else read_links(Path(on))
     count = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
     limit = parse_bytes(memory) if memory is not None else (free_bytes() or 0) / count or None
-    if known is not None:
-        links = known[1]
-    else:
-        with LocalLauncher() as launcher:
-            links = measure_links(count, launcher)
-    rehearsals = Rehearsals.of(load_task(find_task(task), parse_sets(sets)), apart=links.background)
+    links = known[1] if known is not None else _links(count)
+    rehearsals = _rehearsals(task, sets, links)
     if given is not None:
         found = ranked([predict(rehearsals, given, links, limit)])
     else:
@@ -60,6 +55,45 @@ def plan_task(
         print(dumps({"workers": count, "memory_limit_bytes": limit, "plans": [one.to_json() for one in found]}))
         return
     _print(found, count, limit)
+
+
+def choose_plan(task: str, sets: Sequence[str] | None, workers: int | None) -> tuple[Plan, dict[str, float]]:
+    """The plan to take on this machine, and what is predicted of it, for ``stretto train --plan auto``.
+
+    Raises:
+        UserError: no plan trains the task, or none fits.
+    """
+    from stretto.choose import choose, fitting
+    from stretto.cluster import Cluster
+    from stretto.observe import free_bytes
+    from stretto.plan import Plan
+
+    count = workers or max(1, Cluster.measure().cores)
+    links = _links(count)
+    limit = (free_bytes() or 0) / count or None
+    found = choose(_rehearsals(task, sets, links), count, links, limit, tell=_tell)
+    if not (fits := fitting(found)):
+        least = min(one.memory_bytes for one in found if not one.refused)
+        raise UserError(
+            f"--plan auto: no plan fits: the least takes {size(least)}, a worker has {size(int(limit or 0))}"
+        )
+    best = fits[0]
+    return Plan.parse(best.plan), {"step_seconds": best.seconds, "memory_bytes": float(best.memory_bytes)}
+
+
+def _links(workers: int) -> LinkTable:
+    from stretto.doctor.links import measure_links
+    from stretto.launch import LocalLauncher
+
+    with LocalLauncher() as launcher:
+        return measure_links(workers, launcher)
+
+
+def _rehearsals(task: str, sets: Sequence[str] | None, links: LinkTable) -> Rehearsals:
+    from stretto.rehearse import Rehearsals
+    from stretto.task import load_task
+
+    return Rehearsals.of(load_task(find_task(task), parse_sets(sets)), apart=links.background)
 
 
 def parse_bytes(text: str) -> float:

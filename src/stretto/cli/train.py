@@ -11,10 +11,10 @@ from stretto.cli.options import (
     ForceOption,
     HangOption,
     JsonOption,
-    PlanOption,
     SetOption,
     StopAfterOption,
     TaskArgument,
+    TrainPlanOption,
     WorkersOption,
     find_task,
     hang_seconds,
@@ -26,7 +26,7 @@ from stretto.cli.options import (
 def train_command(
     task: TaskArgument,
     workers: WorkersOption = None,
-    plan: PlanOption = None,
+    plan: TrainPlanOption = None,
     sets: SetOption = None,
     stop_after: StopAfterOption = None,
     run: Annotated[
@@ -41,6 +41,12 @@ def train_command(
     from stretto.order import TrainOrder
     from stretto.plan import Plan
 
+    forecast, by_planner = None, plan == "auto"
+    if by_planner:
+        from stretto.cli.plan_task import choose_plan
+
+        chosen, forecast = choose_plan(task, sets, workers)
+        plan = str(chosen)
     chosen = Plan.parse(plan or "", workers)
     given = parse_sets(sets)
     path = find_task(task)
@@ -50,10 +56,11 @@ def train_command(
             task=str(path),
             sets=dict(given),
             plan=str(chosen) if "dp" in (plan or "") or not plan else f"dp={chosen.dp},{plan}",
-            plan_origin="--plan" if plan else "--workers" if workers else "default",
+            plan_origin="planner" if by_planner else "--plan" if plan else "--workers" if workers else "default",
             run=str(folder.path),
             stop_after=stop_after,
             force=force,
+            forecast=forecast,
             hang_after=hang_seconds(hang_after),
         )
         note = without_effect(hang_after, chosen.world_size)
