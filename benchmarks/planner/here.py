@@ -23,7 +23,6 @@ from stretto.launch import LocalLauncher
 from stretto.launch.job import Job
 from stretto.order import TrainOrder
 from stretto.plan import Plan
-from stretto.planner.replay import replay
 from stretto.planner.tables import LinkTable
 from stretto.preload import preloads
 from stretto.rehearse import Rehearsals
@@ -85,7 +84,7 @@ def case(
             if one.refused:
                 print(f"{name} {plan}: {one.refused}")
                 continue
-            found[plan]["predicted"].append(replay(one.events, links).seconds)
+            found[plan]["predicted"].append(one.play(links).seconds)
             found[plan]["predicted_bytes"].append(float(max(one.memory_bytes)))
         for plan in list(found):
             seconds, peak = measured(launcher, path, plan, sets, options.steps)

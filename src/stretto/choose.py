@@ -10,7 +10,7 @@ from typing import Any, Final
 from stretto.errors import UserError
 from stretto.plan import RECOMPUTE, Plan
 from stretto.planner.candidates import candidates
-from stretto.planner.replay import Prices, replay
+from stretto.planner.replay import Prices
 from stretto.rehearse import Rehearsals
 
 SPREAD: Final = 0.03  # of a measured peak over the predicted one (standard deviation; benchmarks/planner/here.py)
@@ -67,7 +67,7 @@ def predict(of: Rehearsals, plan: Plan, prices: Prices, limit: float | None = No
     found = of.run(plan)
     if found.refused:
         return Choice(str(plan), refused=found.refused)
-    step = replay(found.events, prices)
+    step = found.play(prices)
     busiest = max(range(len(step.work)), key=step.work.__getitem__)
     memory = max(found.memory_bytes)
     risk = probability_over(memory, limit)

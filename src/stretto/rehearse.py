@@ -14,7 +14,6 @@ import json
 import os
 import select
 import signal
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,7 +32,7 @@ from stretto.observe import peak_rss_bytes, rss_bytes
 from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.plan import Plan
-from stretto.planner.replay import Event, Prices, replay
+from stretto.planner.replay import Event, Prices, Replayed, replay
 from stretto.preload import preloads
 from stretto.step import Stepper
 from stretto.task import Task
@@ -49,7 +48,8 @@ class Rehearsed:
 
     Args:
         plan: in words.
-        events: of each rank, those of a step; see :mod:`stretto.planner.replay`.
+        steps: of each step what each rank did, see :mod:`stretto.planner.replay`; ranks that ran at the same time are
+            beside each other, for a step lasts as long as its slowest rank.
         memory_bytes: of each rank, the most that it had beside what the process had before the model was built, as
             ``summary.json`` has it of a run.
         assignment: which operations are in which stage, for a plan that cuts the traced graph; JSON.
@@ -57,14 +57,15 @@ class Rehearsed:
     """
 
     plan: str
-    events: tuple[tuple[Event, ...], ...] = ()
+    steps: tuple[tuple[tuple[Event, ...], ...], ...] = ()
     memory_bytes: tuple[int, ...] = ()
     assignment: dict[str, Any] | None = None
     refused: str = ""
 
-    def seconds(self, prices: Prices) -> float:
-        """Of a step."""
-        return replay(self.events, prices).seconds
+    def play(self, prices: Prices) -> Replayed:
+        """The step of median length."""
+        found = sorted((replay(step, prices) for step in self.steps), key=lambda step: step.seconds)
+        return found[len(found) // 2]
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,11 @@ class Rehearsals:
                 player.end()
         if refused := next((one["refused"] for one in heard if "refused" in one), ""):
             return Rehearsed(str(plan), refused=refused)
-        events = tuple(_typical([list(map(_event, step)) for step in one["steps"]]) for one in heard)
-        return Rehearsed(str(plan), events, tuple(one["memory_bytes"] for one in heard), heard[0]["assignment"])
+        steps = tuple(
+            tuple(tuple(map(_event, step)) for step in ranks)
+            for ranks in zip(*(one["steps"] for one in heard), strict=True)
+        )
+        return Rehearsed(str(plan), steps, tuple(one["memory_bytes"] for one in heard), heard[0]["assignment"])
 
     def _play(self, plan: Plan, rank: int, answers: list[Any], said: _Said) -> None:
         """One rank's process: lays out, waits for the others to have laid out, steps."""
@@ -246,21 +250,3 @@ def _events(began: float, entries: Sequence[tuple[str, float, float, tuple[Any, 
 def _event(one: Sequence[Any]) -> Event:
     """From JSON."""
     return tuple(tuple(part) if isinstance(part, list) else part for part in one)
-
-
-def _typical(steps: Sequence[Sequence[Event]]) -> tuple[Event, ...]:
-    """One step of several, the median of each piece of work; of steps that aren't alike, the one of median length."""
-
-    def shape(step: Sequence[Event]) -> list[Any]:
-        return [event if event[0] == "work" else (event[0], *event[2:]) for event in step]
-
-    def kinds(step: Sequence[Event]) -> list[Any]:
-        return ["work" if event[0] == "work" else event for event in shape(step)]
-
-    if any(kinds(step) != kinds(steps[0]) for step in steps):
-        lengths = [sum(event[1] for event in step if event[0] == "work") for step in steps]
-        return tuple(steps[sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]])
-    work = [statistics.median(step[at][1] for step in steps) for at in range(len(steps[0]))]
-    return tuple(
-        ("work", seconds) if event[0] == "work" else event for event, seconds in zip(steps[0], work, strict=True)
-    )

@@ -45,13 +45,13 @@ def test_a_rank_alone_makes_the_calls_that_it_makes_among_others(
     job = Job("rehearsing:calls", payload, parsed.world_size, python_path=(str(ROOT / "tests" / "helpers"),))
     result = launcher.run(job)
     assert result.exit_code == 0, result.failure
-    assert not alone.refused and len(alone.events) == parsed.world_size
-    for events, really in zip(alone.events, result.results.values(), strict=True):
+    assert not alone.refused and {len(step) for step in alone.steps} == {parsed.world_size}
+    for events, really in zip(alone.steps[-1], result.results.values(), strict=True):
         assert really is not None
         assert sum(event[0] == "begin" for event in events) == really["collectives"]
         assert [event[3] for event in events if event[0] == "send"] == really["sent"]
         assert sum(event[1] for event in events if event[0] == "work") > 0
-    assert alone.seconds(FREE) > 0, "the ranks' notes fit together"
+    assert alone.play(FREE).seconds > 0, "the ranks' notes fit together"
     assert min(alone.memory_bytes) > 2**20
 
 

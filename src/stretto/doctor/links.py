@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from stretto.planner.tables import LinkTable
 
 SIZES: Final = tuple(4**power for power in range(3, 14))  # 64 bytes to 64 MiB
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+COLD: Final = 2**26  # bytes, more than caches hold
 SECONDS_EACH: Final = 0.08  # of one kind and size
 
 
@@ -41,66 +43,61 @@ def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size))
     context.control.on_break(group.break_)
     curves: dict[tuple[str, int], tuple[tuple[int, float], ...]] = {}
+    memory = torch.ones(COLD // 4)
     for count in (number for number in range(2, group.size + 1) if group.size % number == 0):
         members = group.along(Mesh((("rest", group.size // count), ("some", count))), "some")
         for kind, call in _calls(members).items():
-            curves[kind, count] = tuple((size, _rounded(_seconds(group, call, size))) for size in SIZES)
+            curves[kind, count] = tuple(
+                (size, _rounded(_seconds(group, members, call, memory, size))) for size in SIZES
+            )
     if group.size > 1:
-        curves["message", 2] = tuple(_messages(group))
+        curves["message", 2] = tuple(_messages(group, memory))
     shared = group.transport == SHARED_MEMORY
     group.close()
     return LinkTable("shared memory" if shared else "gloo", not shared, curves).to_json()
 
 
-def _calls(members: Members) -> dict[str, Callable[[int], Callable[[], None]]]:
-    """Of each kind what makes a call of so many bytes, of the whole."""
+def _calls(members: Members) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Of each kind a call on a tensor, the whole."""
 
-    def of(size: int) -> torch.Tensor:
-        return torch.zeros(max(members.size, size // 4 // members.size * members.size))
-
-    def all_reduce(size: int) -> Callable[[], None]:
-        whole = of(size)
-        return lambda: _done(members.all_reduce(whole))
-
-    def all_gather(size: int) -> Callable[[], None]:
-        whole = of(size)
-        return lambda: members.gather_parts(whole, [whole.numel() // members.size] * members.size)
-
-    def reduce_scatter(size: int) -> Callable[[], None]:
-        whole = of(size)
-        return lambda: _done(members.reduce_scatter(whole, [whole.numel() // members.size] * members.size))
-
-    def broadcast(size: int) -> Callable[[], None]:
-        whole = of(size)
-        return lambda: _done(members.broadcast(whole))
+    def sizes(whole: torch.Tensor) -> list[int]:
+        return [whole.numel() // members.size] * members.size
 
     return {
-        "all_reduce": all_reduce,
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "broadcast": broadcast,
+        "all_reduce": members.all_reduce,
+        "all_gather": lambda whole: members.gather_parts(whole, sizes(whole)),
+        "reduce_scatter": lambda whole: members.reduce_scatter(whole, sizes(whole)),
+        "broadcast": members.broadcast,
     }
+
+
+def _tensors(memory: torch.Tensor, size: int, members: int) -> Iterator[torch.Tensor]:
+    """Tensors of that many bytes in turn, of so much memory that none is in a cache when it comes again: what a step
+    sends was written a while ago."""
+    numel = max(members, size // 4 // members * members)
+    count = max(1, memory.numel() // numel)
+    for at in itertools.count():
+        yield memory[at % count * numel :][:numel]
 
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
-def _done(_: Any) -> None:
-    """A call that has returned is done."""
-
-
-def _seconds(group: Group, make: Callable[[int], Callable[[], None]], size: int) -> float:
+def _seconds(
+    group: Group, members: Members, call: Callable[[torch.Tensor], Any], memory: torch.Tensor, size: int
+) -> float:
     """The median of calls, each from when all have come."""
-    call = make(size)
-    call()
+    tensors = _tensors(memory, size, members.size)
+    call(next(tensors))
     took: list[float] = []
     until = time.perf_counter() + SECONDS_EACH
     rounds = LEAST_ROUNDS
     while len(took) < rounds:
         group.barrier()
+        whole = next(tensors)
         began = time.perf_counter()
-        call()
+        call(whole)
         took.append(time.perf_counter() - began)
         if len(took) == LEAST_ROUNDS:  # all make as many, as the slowest of them says
             left = until - time.perf_counter()
@@ -109,17 +106,18 @@ def _seconds(group: Group, make: Callable[[int], Callable[[], None]], size: int)
     return group.maximum(statistics.median(took))
 
 
-def _messages(group: Group) -> list[tuple[int, float]]:
+def _messages(group: Group, memory: torch.Tensor) -> list[tuple[int, float]]:
     """Half of the way to rank 1 and back."""
     line = group.line(Mesh((("pp", group.size),)), "pp")
     line.open(2 * SIZES[-1], [(0, 1), (1, 0)])
     found = []
     for size in SIZES:
-        tensor = torch.zeros(size // 4)
+        tensors = _tensors(memory, size, 1)
         rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, 2**26 // size))
         group.barrier()
         took = []
         for _ in range(rounds if line.rank < 2 else 0):
+            tensor = next(tensors)
             began = time.perf_counter()
             for sender in (0, 1):
                 if line.rank == sender:
