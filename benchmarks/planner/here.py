@@ -26,7 +26,6 @@ from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
 from stretto.preload import preloads
 from stretto.rehearse import Rehearsals
-from stretto.task import load_task
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANS = (
@@ -76,7 +75,7 @@ def case(
 ) -> list[dict[str, Any]]:
     """Each plan of a task."""
     name, path, sets = kind
-    rehearsals = Rehearsals.of(load_task(ROOT / path, {**sets, "steps": "20"}))
+    rehearsals = Rehearsals.of(ROOT / path, {**sets, "steps": "20"})
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(options.rounds):
         for plan in PLANS:

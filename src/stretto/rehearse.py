@@ -15,11 +15,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, tee
+from pathlib import Path
 from typing import Any, Final, cast
 
 from stretto.assemble import assemble, build_template, open_data
@@ -35,7 +36,7 @@ from stretto.plan import Plan
 from stretto.planner.replay import Event, Prices, Replayed, replay
 from stretto.preload import preloads
 from stretto.step import Stepper
-from stretto.task import Task
+from stretto.task import Task, load_task
 from stretto.terms import Terms
 
 WARM: Final = 2  # steps that aren't looked at: memory and caches are cold
@@ -85,8 +86,11 @@ class Rehearsals:
     imports_bytes: int = 0
 
     @classmethod
-    def of(cls, task: Task, *, apart: bool = False, threads: int = 1) -> Rehearsals:
-        """Builds the model, once for all plans. What a run's workers have loaded before is loaded here as well."""
+    def of(
+        cls, path: Path, settings: Mapping[str, Any] | None = None, *, apart: bool = False, threads: int = 1
+    ) -> Rehearsals:
+        """Loads the task and builds the model, once for all plans; what a run's workers have loaded before is loaded
+        before."""
         for name in preloads(Plan(dp=2, zero=3)):
             importlib.import_module(name)
         first = _Player(lambda said: said.say(rss_bytes()))  # as a worker: forked, without what it hasn't touched
@@ -94,6 +98,7 @@ class Rehearsals:
             imports_bytes = int(first.hear())
         finally:
             first.end()
+        task = load_task(path, settings)
         return cls(task, build_template(task), apart, threads, imports_bytes)
 
     def run(self, plan: Plan) -> Rehearsed:

@@ -15,7 +15,6 @@ from stretto.launch.job import Job
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
 from stretto.rehearse import Rehearsals
-from stretto.task import load_task
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = str(ROOT / "examples" / "gpt")
@@ -26,7 +25,7 @@ FREE = LinkTable("none", False, {("all_reduce", 2): ((64, 1e-9),), ("message", 2
 
 @pytest.fixture(scope="module")
 def rehearsals() -> Iterator[Rehearsals]:
-    yield Rehearsals.of(load_task(GPT, SETS))
+    yield Rehearsals.of(Path(GPT), SETS)
 
 
 @pytest.mark.parametrize(

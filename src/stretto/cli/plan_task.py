@@ -91,9 +91,8 @@ def _links(workers: int) -> LinkTable:
 
 def _rehearsals(task: str, sets: Sequence[str] | None, links: LinkTable) -> Rehearsals:
     from stretto.rehearse import Rehearsals
-    from stretto.task import load_task
 
-    return Rehearsals.of(load_task(find_task(task), parse_sets(sets)), apart=links.background)
+    return Rehearsals.of(find_task(task), parse_sets(sets), apart=links.background)
 
 
 def parse_bytes(text: str) -> float:
