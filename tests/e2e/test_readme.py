@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,13 @@ class Reader:
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
             if flag not in flags:
                 self.problems.append(f"{command}: no flag {flag}; `stretto {words[0]}` has {sorted(flags)}")
-        self._expect_path(words[1], command)
+        if not words[1].startswith("-"):
+            self._expect_path(words[1], command)
+        for flag, value in pairwise(words):
+            if flag in ("-o", "--out"):
+                self.made.append(value)
+            elif flag.startswith("--") and value.endswith(SUFFIXES):
+                self._expect_path(value, command)
 
 
 @pytest.mark.parametrize("readme", [ENGLISH, CHINESE], ids=lambda path: path.name)
