@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-GPT = str(ROOT / "examples" / "gpt")
-SMALL = ("depth=1", "width=16", "heads=2", "context=8", "batch=6", "steps=9")
-SETS = tuple(word for each in SMALL for word in ("--set", each))
+LINE = str(ROOT / "tests" / "tasks" / "line.py")
+SETS = ("--set", "steps=9")
+
+pytestmark = pytest.mark.timeout(150)  # a first start loads torch from a cold disk
 
 
 def stretto(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +30,7 @@ def good(folder: Path, *words: str) -> str:
 
 
 def test_auto_takes_a_plan_and_says_how_well_it_was_predicted(tmp_path: Path) -> None:
-    told = good(tmp_path, "train", GPT, "--plan", "auto", "--workers", "1", "--run", "auto", *SETS)
+    told = good(tmp_path, "train", LINE, "--plan", "auto", "--workers", "1", "--run", "auto", *SETS)
     assert "a step was predicted to take" in told and "planner" in told
     forecast = json.loads((tmp_path / "auto" / "summary.json").read_text())["forecast"]
     assert 0 < forecast["step_seconds"] < 50 * forecast["measured_step_seconds"]
@@ -39,7 +40,7 @@ def test_auto_takes_a_plan_and_says_how_well_it_was_predicted(tmp_path: Path) ->
 def test_the_doctor_keeps_a_file_that_a_plan_is_made_with(tmp_path: Path) -> None:
     found = json.loads(stretto(tmp_path, "doctor", "--workers", "2", "-o", "here.yaml", "--json").stdout)
     assert {check["name"] for check in found["checks"]} >= {"disk", "ports"} and found["workers"] == 2
-    one = ("plan", GPT, "--on", "here.yaml", *SETS)
+    one = ("plan", LINE, "--on", "here.yaml", *SETS)
     best = json.loads(good(tmp_path, *one, "--explain", "dp=2,zero=1", "--json"))["plans"]
     assert [plan["plan"] for plan in best] == ["dp=2,zero=1"] and best[0]["step_seconds"] > 0
     text = good(tmp_path, *one, "--explain", "dp=2", "--memory", "1MB")
@@ -50,11 +51,11 @@ def test_the_doctor_keeps_a_file_that_a_plan_is_made_with(tmp_path: Path) -> Non
     ("words", "says"),
     [
         (("plan",), "expected a TASK, --model MODEL.yaml"),
-        (("plan", GPT, "--check", "rows.jsonl"), "give one of them"),
+        (("plan", LINE, "--check", "rows.jsonl"), "give one of them"),
         (("plan", "--workers", "2", "--check", "rows.jsonl"), "are for a TASK"),
-        (("plan", GPT, "--memory", "lots"), "expected a size such as 2GiB"),
-        (("plan", GPT, "--on", "nowhere.yaml"), "nowhere.yaml can't be read"),
-        (("plan", GPT, "--explain", "dpp=2"), "unknown key 'dpp'"),
+        (("plan", LINE, "--memory", "lots"), "expected a size such as 2GiB"),
+        (("plan", LINE, "--on", "nowhere.yaml"), "nowhere.yaml can't be read"),
+        (("plan", LINE, "--explain", "dpp=2"), "unknown key 'dpp'"),
     ],
 )
 def test_a_mistake_costs_one_line(tmp_path: Path, words: tuple[str, ...], says: str) -> None:

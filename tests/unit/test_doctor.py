@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stretto.doctor.examine import Host, read_links
 from stretto.errors import UserError
 from stretto.planner.tables import LinkTable
 
+EPOCH = time.struct_time((1970, 1, 1, 0, 0, 0, 3, 1, 0))
 TABLE = LinkTable("gloo", True, {("all_reduce", 2): ((64, 1e-4), (4096, 2e-4)), ("message", 2): ((64, 5e-5),)})
 
 
@@ -40,7 +42,7 @@ def refuse(*_: Any, **__: Any) -> Any:
         ("open files", "check_open_files", None, "ask for fewer workers"),
         ("ports", "socket.create_connection", refuse, "look at the firewall"),
         ("name resolution", "socket.getaddrinfo", refuse, "to /etc/hosts"),
-        ("clock", "time.gmtime", lambda: type("T", (), {"tm_year": 1970})(), "set the clock"),
+        ("clock", "time.gmtime", lambda: EPOCH, "set the clock"),
         ("disk", "os.access", lambda *_: False, "give --run a folder that can"),
         ("network interface", "check_interface", None, "unset GLOO_SOCKET_IFNAME"),
     ],

@@ -20,6 +20,7 @@ from stretto.launch.context import check_interface
 from stretto.launch.limits import check_open_files
 
 LEAST_TORCH: Final = (2, 11)
+LEAST_YEAR: Final = 2025
 LEAST_DISK: Final = 2 * 2**30
 SHARED: Final = 64 * 2**20
 _SOON: Final = 0.5  # seconds in which a name should be found
@@ -122,10 +123,11 @@ def _name() -> Check:
 
 
 def _clock() -> Check:
-    year = time.gmtime().tm_year
-    if year < 2025:
-        return Check("clock", f"it is {time.strftime('%Y-%m-%d')} here", "set the clock: certificates and logs need it")
-    return Check("clock", time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+    now = time.gmtime()
+    if now.tm_year < LEAST_YEAR:
+        said = f"it is {time.strftime('%Y-%m-%d', now)} here"
+        return Check("clock", said, "set the clock: certificates and logs need it")
+    return Check("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", now))
 
 
 def _disk(folder: Path) -> Check:
