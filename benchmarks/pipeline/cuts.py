@@ -55,9 +55,9 @@ def main() -> None:
         cuts = {str(place): Assignment.stretches(count, (place,), 2) for place in others}
         arms = {"found": found} | {name: Ours(task, PLAN, group, cut) for name, cut in cuts.items()}
         longest: dict[str, list[float]] = {name: [] for name in arms}
-        for _ in range(options.rounds):
+        for _ in range(4 * options.rounds):
             for name, ours in arms.items():
-                longest[name].append(max(forward + backward for forward, backward in stage_seconds(ours, group, 4)))
+                longest[name].append(max(forward + backward for forward, backward in stage_seconds(ours, group)))
         paces = {name: statistics.median(times) for name, times in longest.items()}
         if group.rank == 0:
             best = min((name for name in paces if name != "found"), key=paces.__getitem__)
