@@ -37,9 +37,14 @@ PLANS = (
 CI = (
     (TOWERS, "tp=2,pp=2,microbatches=2", "dp=2,zero=3"),
     (TOWERS, "dp=2,pp=2,zero=3,microbatches=2", "dp=1"),
-    (TOWERS, "tp=3,microbatches=2", "pp=3,microbatches=3"),
-    (TOWERS, "branch=2", "dp=2"),
-    (TOWERS, "dp=2,zero=3", "dp=2,branch=2,zero=2"),
+    *(
+        pytest.param(TOWERS, *pair, marks=pytest.mark.matrix)  # parts of the rows beside them
+        for pair in (
+            ("tp=3,microbatches=2", "pp=3,microbatches=3"),
+            ("branch=2", "dp=2"),
+            ("dp=2,zero=3", "dp=2,branch=2,zero=2"),
+        )
+    ),
     (TOWERS, "branch=2,pp=2,microbatches=2", "dp=2"),
     (TOWERS, "dp=2,branch=2,pp=2,zero=2", "dp=1"),
     (WORDS, "tp=3,microbatches=2", "dp=1"),  # a vocabulary of 13 in parts, and whole

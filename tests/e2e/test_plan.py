@@ -37,6 +37,7 @@ def test_auto_takes_a_plan_and_says_how_well_it_was_predicted(tmp_path: Path) ->
     assert 0 < forecast["memory_bytes"] < forecast["measured_memory_bytes"], "a run evaluates and saves as well"
 
 
+@pytest.mark.matrix  # its parts are tested each for itself
 def test_the_doctor_keeps_a_file_that_a_plan_is_made_with(tmp_path: Path) -> None:
     found = json.loads(stretto(tmp_path, "doctor", "--workers", "2", "-o", "here.yaml", "--json").stdout)
     assert {check["name"] for check in found["checks"]} >= {"disk", "ports"} and found["workers"] == 2
