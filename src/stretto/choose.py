@@ -37,6 +37,11 @@ class Choice:
     risk: float = 0.0
     refused: str = ""
 
+    @property
+    def fits(self) -> bool:
+        """Whether it may be chosen."""
+        return not self.refused and self.risk < RISK
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         if self.refused:
@@ -96,7 +101,7 @@ def choose(
         for plan in candidates(workers, of.task.recipe.batch, recompute):
             found.append(predict(of, plan, prices, limit))
             tell(found[-1])
-        if any(not one.refused and one.risk < RISK for one in found):
+        if fitting(found):
             break
     if all(one.refused for one in found):
         raise UserError(f"no plan trains this task on {workers} workers; of {found[0].plan}: {found[0].refused}")
@@ -109,7 +114,7 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
     def key(one: Choice) -> tuple[Any, ...]:
         if one.refused:
             return 2, 0.0, one.plan
-        return (0, one.seconds, one.plan) if one.risk < RISK else (1, one.memory_bytes, one.plan)
+        return (0, one.seconds, one.plan) if one.fits else (1, one.memory_bytes, one.plan)
 
     return sorted(choices, key=key)
 
@@ -139,4 +144,4 @@ def _longest(one: Choice) -> str:
 
 def fitting(choices: Sequence[Choice]) -> list[Choice]:
     """Those that fit."""
-    return [one for one in choices if not one.refused and one.risk < RISK]
+    return [one for one in choices if one.fits]

@@ -12,7 +12,6 @@ import dataclasses
 import importlib
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +155,6 @@ class _Said:
 
     def wait(self) -> None:
         """Until the other side lets it go on."""
-        select.select([self._waiting], [], [])
         os.read(self._waiting, 1)
 
 

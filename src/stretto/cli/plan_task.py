@@ -38,13 +38,12 @@ def plan_task(
     from stretto.choose import choose, predict, ranked
     from stretto.cluster import Cluster
     from stretto.doctor.examine import read_links
-    from stretto.observe import free_bytes
     from stretto.plan import Plan
 
     given = None if plan is None else Plan.parse(plan, workers)
     known = None if on is None else read_links(Path(on))
     count = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
-    limit = parse_bytes(memory) if memory is not None else (free_bytes() or 0) / count or None
+    limit = parse_bytes(memory) if memory is not None else _room(count)
     links = known[1] if known is not None else _links(count)
     rehearsals = _rehearsals(task, sets, links)
     if given is not None:
@@ -65,12 +64,11 @@ def choose_plan(task: str, sets: Sequence[str] | None, workers: int | None) -> t
     """
     from stretto.choose import choose, fitting
     from stretto.cluster import Cluster
-    from stretto.observe import free_bytes
     from stretto.plan import Plan
 
     count = workers or max(1, Cluster.measure().cores)
     links = _links(count)
-    limit = (free_bytes() or 0) / count or None
+    limit = _room(count)
     found = choose(_rehearsals(task, sets, links), count, links, limit, tell=_tell)
     if not (fits := fitting(found)):
         least = min(one.memory_bytes for one in found if not one.refused)
@@ -79,6 +77,13 @@ def choose_plan(task: str, sets: Sequence[str] | None, workers: int | None) -> t
         )
     best = fits[0]
     return Plan.parse(best.plan), {"step_seconds": best.seconds, "memory_bytes": float(best.memory_bytes)}
+
+
+def _room(workers: int) -> float | None:
+    """Bytes that each worker may have of what is free; None where the system doesn't tell."""
+    from stretto.observe import free_bytes
+
+    return (free_bytes() or 0) / workers or None
 
 
 def _links(workers: int) -> LinkTable:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from stretto.comm.group import SHARED_MEMORY, Group
 from stretto.comm.line import Line, Sending
 from stretto.comm.members import Broken, Members
-from stretto.comm.shm_group import SharedMemoryGroup, _Flat, _operation
+from stretto.comm.shm_group import SharedMemoryGroup, Writing, _Flat, _operation
 from stretto.comm.shm_memory import PAGE, SharedMemory, Unavailable
 
 BACKEND: Final = "stretto_echo"
@@ -52,21 +52,17 @@ class Notes:
         return self.number
 
 
-class _Done(dist.Work):
+class _Done(Writing):
     """A collective that has been answered."""
 
     def __init__(self, notes: Notes, number: int, flat: _Flat | None) -> None:
-        super().__init__()
-        self._notes, self._number, self._flat = notes, number, flat
+        super().__init__(flat)
+        self._notes, self._number = notes, number
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Notes that it is waited for."""
         self._notes.add("wait", time.perf_counter(), self._number)
         return True
-
-    def synchronize(self) -> None:
-        """As :meth:`wait`."""
-        self.wait()
 
     def is_completed(self) -> bool:
         """It is."""
@@ -75,17 +71,6 @@ class _Done(dist.Work):
     def is_success(self) -> bool:
         """It is."""
         return True
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that were written."""
-        return [] if self._flat is None else self._flat.originals
-
-    def get_future(self) -> Any:
-        """A future that is done."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self.result())
-        return future
 
 
 class _NoSegment:

@@ -270,17 +270,39 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 _END: Final = object()
 
 
-class _Call(dist.Work):
+class Writing(dist.Work):
+    """A collective that writes ``flat``; whoever derives from it says how it is waited for."""
+
+    def __init__(self, flat: _Flat | None) -> None:
+        super().__init__()
+        self._flat = flat
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that were written."""
+        return [] if self._flat is None else self._flat.originals
+
+    def get_future(self) -> Any:
+        """A future that is done: nothing works in the background, so this waits."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+class _Call(Writing):
     """One collective under way."""
 
     def __init__(self, group: SharedMemoryGroup, says: str, steps: Steps, flat: _Flat | None) -> None:
-        super().__init__()
+        super().__init__(flat)
         self.says = says.encode()[:256]
         self.steps = steps
         self.posted = False
         self.done = False
         self._group = group
-        self._flat = flat
 
     def finish(self) -> None:
         """All steps are made."""
@@ -293,10 +315,6 @@ class _Call(dist.Work):
         self._group.finish(self)
         return True
 
-    def synchronize(self) -> None:
-        """As :meth:`wait`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether it is done; makes steps that need no waiting."""
         if not self.done:
@@ -306,17 +324,6 @@ class _Call(dist.Work):
     def is_success(self) -> bool:
         """Whether it is done: a call that fails raises."""
         return self.done
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that were written."""
-        return [] if self._flat is None else self._flat.originals
-
-    def get_future(self) -> Any:
-        """A future that is done: nothing works in the background, so this waits."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self.result())
-        return future
 
 
 class _Flat(list[torch.Tensor]):

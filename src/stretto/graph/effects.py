@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -46,6 +46,15 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def written_arguments(schema: Any) -> list[tuple[int, str]]:
+    """Place and name of each argument that an operator of that schema changes."""
+    return [
+        (at, one.name)
+        for at, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+
+
 def writes(node: fx.Node) -> list[fx.Node]:
     """The values that an operation changes."""
     if node.op != "call_function":
@@ -53,7 +62,7 @@ def writes(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return list(dict.fromkeys(_written_inside(node)))
-    places = [at for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write]
+    places = [at for at, _ in written_arguments(schema)]
     if schema.name in _WRITES_UNSAID and node.args[5]:
         places += _WRITES_UNSAID[schema.name]
     found = []

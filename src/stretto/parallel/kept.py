@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stretto.graph.effects import written_arguments
+
 KEPT: Final = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_grouped_mm"),
@@ -141,8 +143,7 @@ def _known(operator: Any) -> tuple[bool, tuple[tuple[int, str, Any], ...]]:
 def _written(operator: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]:
     """What gives the arguments of a call that the operator changes."""
     schema = getattr(operator, "_schema", None)
-    arguments = () if schema is None else tuple(enumerate(schema.arguments))
-    writes = [(at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    writes = [] if schema is None else written_arguments(schema)
 
     def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         return [args[at] if at < len(args) else kwargs.get(name) for at, name in writes]
