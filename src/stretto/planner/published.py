@@ -252,7 +252,7 @@ def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: Soft
         "tp": parallel.tp,
         "pp": parallel.pp,
         "chunks": parallel.interleave or 1,
-        "zero": parallel.zero or 0,
+        "zero": system.zero if parallel.zero is None else parallel.zero,
         "micro": batch.micro,
         "microbatches": max(1.0, batch.global_ / parallel.dp / batch.micro),
         "sequence": batch.seq,
