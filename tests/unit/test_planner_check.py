@@ -126,8 +126,8 @@ def test_a_figure_of_memory_is_what_the_row_says_it_is(tmp_path: Path) -> None:
 
 
 def test_a_first_stage_is_judged_by_itself(tmp_path: Path) -> None:
-    wide = changed(PLAYBOOK, model={"vocab": 500_000}, parallel={"pp": 2, "zero": 1})
-    wide = changed(wide, batch={"micro": 4, "global": 32, "grad_accum": 1})
+    wide = changed(PLAYBOOK, model={"vocab": 500_000}, parallel={"dp": 4, "pp": 2, "zero": 1})
+    wide = changed(wide, batch={"micro": 4, "global": 16, "grad_accum": 1})
     anywhere = changed(wide, notes="")
     (first, worst), over = predict_memory(good(tmp_path, wide, anywhere))
     assert worst > 1.5 * first

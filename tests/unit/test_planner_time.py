@@ -19,6 +19,7 @@ from stretto.planner.layer import (
     FORWARD_KERNELS,
     KERNEL_SECONDS,
     SHOWN,
+    SLOWER,
     SOFTMAX_PARTS,
     UNALIGNED,
     LayerModel,
@@ -85,24 +86,26 @@ def test_a_vocabulary_that_is_not_aligned_is_slow_on_one_rank_and_filled_up_on_s
     assert layer(model=odd, tp=2).head[0] == pytest.approx(layer(tp=2).head[0], rel=0.02)
 
 
-def test_messages_are_rings_beside_a_latency_that_nothing_hides() -> None:
+def test_messages_are_rings_beside_a_latency_that_only_launches_hide() -> None:
     slow = Constants(1, 1, 1, 1e-9, 0, 0.5, 1, 1e-3)
     ring = 2 * 7 / 8 * 2 * 4 * 2048 * 4096 / (0.5 * A100.link_rate)
     assert layer(slow, tp=8).messages[0] == pytest.approx(4 * (ring + 3e-3))
     assert layer(slow, tp=8, full=True).messages[0] == pytest.approx(6 * (ring + 3e-3))
     assert layer(slow, tp=8, hidden=True).messages[0] == pytest.approx(4 * (SHOWN * ring + 3e-3))
     assert layer(slow, tp=1).messages[0] == 0
-    bound = Constants(1, 1, 1, 1.0, 0, 0.5, 1, 1e-3)  # by launches; a message's latency comes on top
-    assert layer(bound, tp=8).layer[0] == pytest.approx(3.0 + 4 * 3e-3)
+    bound = Constants(1, 1, 1, 1.0, 0, 0.5, 1, 1e-3)  # by launches, behind which a message's latency goes
+    assert layer(bound, tp=8).layer[0] == pytest.approx(3.0 * (1 + 3 * SLOWER))
 
 
 def test_a_layer_takes_at_least_its_launches() -> None:
     slow = Constants(1, 1, 1, 0.5, 0, 1, 1, 1e-12)
     assert layer(slow).layer[0] == pytest.approx(1.5)
     assert layer(slow, full=True).layer[0] == pytest.approx(2.0)
-    assert layer(slow, flash=False, micro=1, tp=8).layer[0] == pytest.approx(1.5)  # 4 heads: one kernel's softmax
-    assert layer(slow, flash=False, micro=1, tp=16).layer[0] == pytest.approx(1.5 * SOFTMAX_PARTS)
-    assert layer(slow, flash=True, micro=1, tp=16).layer[0] == pytest.approx(1.5)
+    assert layer(slow, flash=False, micro=1, tp=8).layer[0] == pytest.approx(
+        1.5 * (1 + 3 * SLOWER)
+    )  # 4 heads: one kernel's softmax
+    assert layer(slow, flash=False, micro=1, tp=16).layer[0] == pytest.approx(1.5 * SOFTMAX_PARTS * (1 + 4 * SLOWER))
+    assert layer(slow, flash=True, micro=1, tp=16).layer[0] == pytest.approx(1.5 * (1 + 4 * SLOWER))
 
 
 def test_hosts_hold_up_layers_whose_messages_leave_them() -> None:
@@ -136,6 +139,32 @@ def test_an_update_reads_and_writes_its_parameters_once() -> None:
     whole, cut = step_time(MODEL, machines, FREE, both, "bf16").update
     assert whole == pytest.approx(OPTIMIZER_BYTES * MODEL.parameters / A100.memory_rate)
     assert cut == pytest.approx(whole / 8)
+
+
+def test_ranks_that_update_a_part_gather_weights_among_those_that_have_the_others() -> None:
+    """Four hosts: sums pass between them either way, weights only where parts lie in more than one."""
+    machines = Machines(A100, 32)
+    plans = [{}, {"zero": 1}, {"zero": 1, "shard": 8}, {"zero": 1, "gradient_bytes": 4}]
+    whole, cut, group, wide = step_time(
+        MODEL, machines, FREE, Setups.of([{**ONE, "dp": 32, **plan} for plan in plans]), "bf16"
+    ).data
+    num_bytes = 2 * MODEL.parameters
+    inside, between = 7 / 8 * num_bytes / A100.link_rate, 3 / 4 * num_bytes / 8 / machines.network_rate
+    held = pytest.approx(2 * (inside + between), rel=1e-3)
+    assert whole == held
+    assert cut == held, "an all-reduce is a scatter and a gather"
+    assert group == held, "so it is of both halves, by whatever ranks"
+    assert wide == pytest.approx(3 * (inside + between), rel=1e-3), "weights have two bytes, whatever gradients have"
+
+
+def test_gradients_that_go_beside_the_last_backward_leave_the_weights() -> None:
+    machines = Machines(A100, 32)
+    plans = [{"zero": 1, "shard": shard, "overlapped": True, "micro": 32} for shard in (32, 8)]
+    found = step_time(MODEL, machines, FREE, Setups.of([{**ONE, "dp": 32, **plan} for plan in plans]), "bf16").data
+    num_bytes = 2 * MODEL.parameters
+    inside, between = 7 / 8 * num_bytes / A100.link_rate, 3 / 4 * num_bytes / 8 / machines.network_rate
+    assert found[0] == pytest.approx(inside + between, rel=1e-3)
+    assert found[1] == pytest.approx(inside, rel=1e-3)
 
 
 def test_each_constant_has_a_meaning_and_no_share_is_over_all_there_is() -> None:

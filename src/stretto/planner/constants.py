@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from importlib.resources import files
 from statistics import median
 from types import MappingProxyType
@@ -57,6 +58,7 @@ class Constants:
         return asdict(self)
 
 
+@cache
 def read_sets() -> dict[str, Constants]:
     """All sets by name, ``DEVICE/SOFTWARE``."""
     text = (files("stretto.planner") / "data" / "constants.yaml").read_text(encoding="utf-8")

@@ -87,6 +87,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+@cache
 def find_device(name: str) -> Device:
     """A device by its name or one that people use for it; what stands in brackets is passed over.
 

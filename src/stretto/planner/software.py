@@ -71,6 +71,7 @@ class Software:
         stages: how layers are cut into them; see :mod:`stretto.planner.cut`.
         gradient_bytes: of an element of a gradient that is sent.
         zero: what it cuts over dp where a row doesn't say it.
+        overlapped: gradients are added up while the last microbatch's backward makes others, where ``zero`` isn't 3.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -80,6 +81,7 @@ class Software:
     stages: Stages = "shortest"
     gradient_bytes: int = 4
     zero: int = 0
+    overlapped: bool = False
     activations: Activations = Activations()
     states: States = States()
 
