@@ -209,12 +209,12 @@ def test_a_plan_that_would_not_fit_is_not_chosen(tmp_path: Path, monkeypatch: py
     )
     found = judged(tmp_path, *rows)[0]
     assert (found.regret_p90, found.regret_cells) == (0.0, 100.0)
-    monkeypatch.setattr(accuracy, "probability_over", lambda memory, limit: 0 * memory.total)
+    monkeypatch.setattr(accuracy, "probability_over", lambda *_: 0.0)
     found = judged(tmp_path, *rows)[0]
     assert found.regret_p90 == pytest.approx(200.0)
     assert found.regret_cells == 0.0
     # Where none is predicted to fit, the likeliest to is chosen.
-    monkeypatch.setattr(accuracy, "probability_over", lambda memory, limit: 1 - 1 / memory.total)
+    monkeypatch.setattr(accuracy, "probability_over", lambda memory, *_: 1 - 1 / memory)
     assert judged(tmp_path, *rows)[0].regret_p90 == pytest.approx(100 / 3)
 
 
