@@ -12,7 +12,7 @@ import pytest
 
 from stretto.planner import MEANINGS, Constants, Machines, Setups, Transformer, find_constants, find_device, step_time
 from stretto.planner.collectives import Links
-from stretto.planner.constants import likely, read_sets
+from stretto.planner.constants import FALL, likely, read_sets
 from stretto.planner.layer import (
     BACKWARD_KERNELS,
     EIGHTH_MESSAGES,
@@ -183,7 +183,7 @@ def test_a_constant_that_means_nothing_is_refused() -> None:
         Constants(inside=math.nan)
 
 
-def test_constants_of_what_has_no_set_are_those_of_the_nearest() -> None:
+def test_constants_of_what_has_no_set_are_those_of_the_same_system_nearby_or_of_all() -> None:
     sets = {
         "A100-SXM4-80GB/megatron-lm": Constants(matmul=0.1),
         "A100-SXM4-80GB/nanotron": Constants(matmul=0.2),
@@ -199,10 +199,23 @@ def test_constants_of_what_has_no_set_are_those_of_the_nearest() -> None:
     assert matmul("A100-PCIE-80GB", "megatron-lm") == 0.1  # that system on its family
     assert matmul("A100-SXM4-40GB", "megatron-lm") == 0.1
     assert matmul("A100-PCIE-80GB", "nanotron") == pytest.approx(0.3)
-    assert matmul("A100-SXM4-80GB", "torchtitan") == pytest.approx(0.15)  # others on the device
-    assert matmul("A100-PCIE-80GB", "torchtitan") == 0.2  # others on its family
-    assert matmul("B200-SXM-180GB", "nanotron") == 0.4  # all
+    scaled = [0.1, 0.2, 0.4, 0.5 * (989 / 312) ** FALL, 0.9 * (125 / 312) ** FALL]
+    assert matmul("A100-SXM4-80GB", "torchtitan") == pytest.approx(sorted(scaled)[2])  # all, as they would be on it
+    faster = (A100.peak["bf16"] / find_device("B200").peak["bf16"]) ** FALL
+    assert matmul("B200-SXM-180GB", "nanotron") == pytest.approx(sorted(scaled)[2] * faster)
     assert likely("B200-SXM-180GB", "nanotron", {}) == Constants()
+
+
+def test_shares_fall_as_rates_rise_and_other_constants_stay() -> None:
+    one = Constants(0.9, 0.4, 0.9, 2e-3, 1e-4, 0.6, 0.4, 3e-5)
+    v100, h100 = (find_device(name) for name in ("V100", "H100"))
+    found = likely(h100.name, "nanotron", {f"{v100.name}/nanotron": one})
+    falls = [h100.peak["bf16"] / v100.peak["fp16"]] * 2 + [h100.memory_rate / v100.memory_rate]
+    for name, fall in zip(("matmul", "attention", "memory"), falls, strict=True):
+        assert getattr(found, name) == pytest.approx(getattr(one, name) * fall**-FALL)
+    kept = ("launch_seconds", "stall_seconds", "inside", "between", "latency_seconds")
+    assert [getattr(found, name) for name in kept] == [getattr(one, name) for name in kept]
+    assert likely(v100.name, "nanotron", {f"{h100.name}/nanotron": one}).matmul == 1.0, "no share is over all there is"
 
 
 def test_a_set_that_there_is_is_taken_as_it_is() -> None:
