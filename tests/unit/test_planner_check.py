@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from stretto.cli.app import app
 from stretto.cli.plan import _COLUMNS
-from stretto.planner import accuracy
+from stretto.planner import accuracy, hardware
 from stretto.planner.accuracy import Accuracy, judge, predict_memory
 from stretto.planner.hardware import find_device
 from stretto.planner.published import Published, read_rows
@@ -138,6 +138,11 @@ def test_a_first_stage_is_judged_by_itself(tmp_path: Path) -> None:
 def test_a_device_has_nearly_the_bytes_that_its_name_says() -> None:
     for name, mebibytes in (("H100", 81559), ("H200", 143771), ("V100", 32510), ("GH200", 97871)):
         assert find_device(name).memory_bytes == pytest.approx(mebibytes * 2**20, rel=0.005)
+
+
+def test_no_two_devices_have_a_name_in_common() -> None:
+    names = [(key, name) for key, one in hardware._known().items() for name in (key, *one["aliases"])]
+    assert [find_device(f"NVIDIA {name} (DGX)").name for _, name in names] == [key for key, _ in names]
 
 
 def test_a_measured_layer_and_a_stated_cut_are_used(tmp_path: Path) -> None:

@@ -153,3 +153,23 @@ def test_what_zero_cuts_is_the_systems_where_a_row_says_nothing(tmp_path: Path) 
         found = only(tmp_path, {**row, "source": source})
         assert isinstance(found, Published)
         assert found.setup["zero"] == zero
+
+
+@pytest.mark.parametrize(
+    ("gpu", "notes", "software"),
+    [
+        ("A100", "", "megatron-lm"),
+        ("H100", "", "megatron-core"),
+        ("H100", "Megatron-DeepSpeed, ZeRO-1", "megatron-deepspeed"),
+        ("A100", "NeMo 24.05", "megatron-core"),
+        ("NVIDIA H100 80GB HBM3", "measured with nanotron", "nanotron"),
+    ],
+)
+def test_an_unnamed_system_is_of_its_devices_time(tmp_path: Path, gpu: str, notes: str, software: str) -> None:
+    row = changed("hardware.gpu", gpu)
+    found = only(tmp_path, {**row, "source": "somewhere", "notes": notes})
+    assert isinstance(found, Published), found
+    assert found.software == software
+    assert found.setup["flash"] == (software in ("megatron-core", "nanotron"))
+    (accuracy,) = judge([("somewhere", found)])
+    assert accuracy.time_mape is not None

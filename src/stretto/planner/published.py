@@ -35,12 +35,14 @@ SOFTWARE: Final = MappingProxyType(
 )
 _NAMED: Final = (
     ("megatron-deepspeed", "megatron-deepspeed"),
+    *(("nemo", "megatron-core"), ("megatron-core", "megatron-core"), ("megatron core", "megatron-core")),
     *(("nanotron", "nanotron"), ("foundry", "llm-foundry"), ("internevo", "internevo"), ("torchtitan", "torchtitan")),
 )
 # What rows say of recomputation and their times refute: with it, layers of vTrain's single hosts would have their
 # products at over the peak rate of the device, whatever else they do.
 _REFUTED: Final = frozenset({"vtrain_single"})
-_FALLBACK: Final = "megatron-lm"
+# Of what names nothing: on these devices what wrote attention's square to memory, elsewhere what came after it.
+_OLDER: Final = frozenset({"volta", "ampere"})
 _RECOMPUTE: Final = ("none", "full", "selective")
 _KNOWN_SCHEDULES: Final = MappingProxyType(
     {"1f1b": "1f1b", "1f1b-i": "1f1b", "interleaved": "1f1b", "gpipe": "gpipe", "afab": "gpipe", "zb-h1": "zero-bubble"}
@@ -138,7 +140,7 @@ def _read(values: dict[str, Any], layers: Mapping[tuple[Any, ...], float]) -> Pu
     if odd or precision is None:
         return odd or f"precision {row.precision!r} isn't known"
     model, hardware, result, notes = row.model, row.hardware, row.result, row.notes or ""
-    software = SOFTWARE.get(source) or _software_of(notes)
+    software = SOFTWARE.get(source) or _software_of(notes, device)
     if software == "torchtitan" and "torch.compile" in notes:
         software = "torchtitan-compiled"
     system, per_host = read_software()[software], hardware.per_node or 8
@@ -229,8 +231,9 @@ def _setup(row: Row, system: Software, wide: bool) -> dict[str, Any]:
     }
 
 
-def _software_of(notes: str) -> str:
-    return next((name for word, name in _NAMED if word in notes.lower()), _FALLBACK)
+def _software_of(notes: str, device: Device) -> str:
+    unsaid = "megatron-lm" if device.family in _OLDER else "megatron-core"
+    return next((name for word, name in _NAMED if word in notes.lower()), unsaid)
 
 
 def _precision(text: str) -> str | None:
