@@ -57,7 +57,7 @@ def only(folder: Path, row: dict[str, Any]) -> Published | str:
         *(("model", value) for value in (None, "7B", [])),
         *(("model.heads", value) for value in (None, 0)),
         *(("batch.global", value) for value in (None, 0, 8, "128", float("nan"))),
-        *(("result.iter_s", value) for value in (0, -1.0, "fast", float("nan"), float("inf"))),
+        *(("result.iter_s", value) for value in (0, -1.0, "fast", True, float("nan"), float("inf"))),
         *(("result.mem_gb", value) for value in (-3, 0, "60")),
         *(("result", value) for value in (None, 4.2, "4.2 s")),
         *(("parallel.tp", value) for value in (2, 0, None)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ def test_messages_are_rings_beside_a_latency_that_only_launches_hide() -> None:
     assert layer(slow, tp=8, full=True).messages[0] == pytest.approx(6 * (ring + 3e-3))
     assert layer(slow, tp=8, hidden=True).messages[0] == pytest.approx(4 * (SHOWN * ring + 3e-3))
     assert layer(slow, tp=1).messages[0] == 0
+    waits = layer(slow, tp=8).layer[0] - layer(replace(slow, latency_seconds=1e-12), tp=8).layer[0]
+    assert waits == pytest.approx(4 * 3e-3)
     bound = Constants(1, 1, 1, 1.0, 0, 0.5, 1, 1e-3)  # by launches, behind which a message's latency goes
     assert layer(bound, tp=8).layer[0] == pytest.approx(3.0 * (1 + 3 * SLOWER))
 

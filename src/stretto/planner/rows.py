@@ -20,7 +20,7 @@ def _number(value: Any) -> Any:
 
 _MOST = 10**9  # of anything that is counted
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=_MOST)]
-Number = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e18, allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e18)]
 
 
 class _Part(BaseModel):
