@@ -8,6 +8,7 @@ are cut small. Flops and bytes follow arXiv 2205.05198, section 4, and 2104.0447
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -28,6 +29,14 @@ SHOWN = 0.6  # of messages that go in pieces beside products: the first and the 
 SLOWER = 0.08  # of a host's launches, for each doubling of the ranks that wait for the slowest
 _CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
 _HEAD_BYTES = 28  # that an element of the logits is read and written, all passes of the loss together
+
+
+@cache
+def _shares() -> tuple[float, ...]:
+    """Of the rate, by the bytes that a row of a matrix is over the largest multiple."""
+    return tuple(
+        next((share for multiple, share in ALIGNED if rest % multiple == 0), UNALIGNED) for rest in range(ALIGNED[0][0])
+    )
 
 
 @dataclass(frozen=True)
@@ -113,10 +122,9 @@ class LayerModel:
     @staticmethod
     def _whole(size: Array, one: Setups) -> Array:
         """The share of the rate that is left by matrix rows of that many elements."""
-        found = np.full_like(one.tp, UNALIGNED)
-        for multiple, share in reversed(ALIGNED):
-            found = np.where(size * one.compute_bytes % multiple == 0, share, found)
-        return found
+        rest = size * one.compute_bytes % ALIGNED[0][0]  # all that the smaller ones need: they divide the largest
+        places = rest.astype(np.int64)
+        return np.where(places == rest, np.array(_shares())[places], UNALIGNED)
 
     def _linears(self, one: Setups) -> Array:
         model, tokens, whole = self._model, one.tokens, np.full_like(one.tp, self._model.hidden)
