@@ -77,7 +77,8 @@ def drawn(rows: Sequence[Published], source: str) -> None:
         for half in (order[::2], order[1::2]):
             rest = [row for at, row in enumerate(rows) if at not in half]
             found.append(error([rows[at] for at in half], fit(rest)).mean())
-    print(f"{source}, halves drawn: {', '.join(f'{one:.1f}' for one in found)}; mean {np.mean(found):.1f} %", flush=True)
+    told = ", ".join(f"{one:.1f}" for one in found)
+    print(f"{source}, halves drawn: {told}; mean {np.mean(found):.1f} %", flush=True)
 
 
 def leave_out(rows: Sequence[Published], source: str) -> None:

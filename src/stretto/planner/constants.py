@@ -20,7 +20,8 @@ from stretto.errors import UserError, nearest
 from stretto.planner.hardware import Device, find_device
 
 # By which power of its rates the shares fall that programs reach of a device: the faster it computes and reads, the
-# less a product, a kernel, a tile is for it. V100, A100 and H100 have 0.87, 0.76 and 0.62 of their peaks in large products.
+# less a product, a kernel, a tile is for it. V100, A100 and H100 have 0.87, 0.76 and 0.62 of their peaks in large
+# products.
 FALL: Final = 0.25
 
 MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
