@@ -23,15 +23,37 @@ RISK: Final = 0.5  # of not fitting, from which on a plan isn't chosen
 
 
 @dataclass(frozen=True)
+class Room:
+    """Memory of the worker that needs the most.
+
+    Args:
+        laid_out: bytes, once it has its part of the model; ``kept``: between steps; ``most``: ever.
+        risk: the probability that it doesn't fit.
+    """
+
+    laid_out: int
+    kept: int
+    most: int
+    risk: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Of ``most``, which kind takes how much."""
+        return {
+            "weights": self.laid_out,
+            "kept between steps": max(0, self.kept - self.laid_out),
+            "within a step": max(0, self.most - max(self.kept, self.laid_out)),
+        }
+
+
+@dataclass(frozen=True)
 class Choice:
-    """What is predicted of a plan.
+    """What is predicted of a plan, as earlier runs on this machine correct it.
 
     Args:
         seconds: of a step; ``work``: of those, of the rank that works longest.
         exposed: seconds of that rank in which it only communicates or waits, by kind of call.
-        memory_bytes: the most that a worker has.
-            All of these as earlier runs on this machine correct them.
-        risk: the probability that it doesn't fit.
+        quicker: seconds of a step if every call took half as long.
         refused: why the plan doesn't fit the task; the rest is empty then.
     """
 
@@ -39,9 +61,19 @@ class Choice:
     seconds: float = math.nan
     work: float = math.nan
     exposed: dict[str, float] = field(default_factory=dict, hash=False)
-    memory_bytes: int = 0
-    risk: float = 0.0
+    quicker: float = math.nan
+    room: Room | None = None
     refused: str = ""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that a worker has."""
+        return self.room.most if self.room else 0
+
+    @property
+    def risk(self) -> float:
+        """The probability that it doesn't fit."""
+        return self.room.risk if self.room else 0.0
 
     @property
     def fits(self) -> bool:
@@ -50,15 +82,18 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        if self.refused:
+        if self.refused or self.room is None:
             return {"plan": self.plan, "refused": self.refused}
         return {
             "plan": self.plan,
             "step_seconds": self.seconds,
             "work_seconds": self.work,
             "exposed_seconds": self.exposed,
-            "memory_bytes": self.memory_bytes,
-            "probability_over": self.risk,
+            "step_seconds_of_twice_the_links": self.quicker,
+            "memory_bytes": self.room.most,
+            "memory_bytes_laid_out": self.room.laid_out,
+            "memory_bytes_kept": self.room.kept,
+            "probability_over": self.room.risk,
         }
 
     @classmethod
@@ -66,8 +101,27 @@ class Choice:
         """The reverse of :meth:`to_json`."""
         if "refused" in values:
             return cls(values["plan"], refused=values["refused"])
-        keys = ("plan", "step_seconds", "work_seconds", "exposed_seconds", "memory_bytes", "probability_over")
-        return cls(*(values[key] for key in keys))
+        laid_out, kept, most = (values[f"memory_bytes{which}"] for which in ("_laid_out", "_kept", ""))
+        step, work, exposed = (values[f"{what}_seconds"] for what in ("step", "work", "exposed"))
+        room = Room(laid_out, kept, most, values["probability_over"])
+        return cls(values["plan"], step, work, exposed, values["step_seconds_of_twice_the_links"], room)
+
+
+@dataclass(frozen=True)
+class _Twice:
+    """Links that are twice as fast as others."""
+
+    of: Prices
+
+    @property
+    def background(self) -> bool:
+        return self.of.background
+
+    def collective(self, *call: Any) -> float:
+        return self.of.collective(*call) / 2
+
+    def message(self, *call: Any) -> float:
+        return self.of.message(*call) / 2
 
 
 @dataclass(frozen=True)
@@ -92,14 +146,15 @@ class Planner:
         step, factors = found.play(self.prices), self.corrections
         busiest = max(range(len(step.work)), key=step.work.__getitem__)
         work = step.work[busiest]
-        memory = int(factors.memory * max(found.memory_bytes))
+        quicker = found.play(_Twice(self.prices))
+        laid_out, kept, most = (int(factors.memory * size) for size in max(found.memory, key=lambda sizes: sizes[-1]))
         return Choice(
             str(plan),
             factors.seconds(work, step.seconds - work),
             factors.work * work,
             {kind: factors.waits * seconds for kind, seconds in step.exposed[busiest].items()},
-            memory,
-            probability_over(memory, self.limit),
+            factors.seconds(quicker.work[busiest], quicker.seconds - quicker.work[busiest]),
+            Room(laid_out, kept, most, probability_over(most, self.limit)),
         )
 
     def choose(
@@ -156,6 +211,28 @@ def binds(choice: Choice) -> str:
     if choice.work >= 0.7 * choice.seconds:
         return "compute"
     return f"messages and waiting ({_longest(choice)})"
+
+
+def changes(choices: Sequence[Choice]) -> list[str]:
+    """What would change the answer: links, and memory."""
+    fits, possible = fitting(choices), [one for one in choices if not one.refused]
+    best, by_links = fits[0], min(fits, key=lambda one: (one.quicker, one.plan))
+    same = "the same plan" if by_links.plan == best.plan else by_links.plan
+    told = [f"links twice as fast: {1e3 * by_links.quicker:.1f} ms with {same}"]
+    larger = min(possible, key=lambda one: (one.seconds, one.plan))
+    if larger.seconds < best.seconds:
+        room = f"{larger.memory_bytes / 2**20:,.0f} MiB"
+        return [*told, f"more memory, {room} a worker: {1e3 * larger.seconds:.1f} ms with {larger.plan}"]
+    return [*told, "more memory: nothing"]
+
+
+def frontier(choices: Sequence[Choice]) -> list[tuple[float, float]]:
+    """(bytes, seconds) of the plans of which none takes both less memory and less time, by memory."""
+    found: list[tuple[float, float]] = []
+    for size, seconds in sorted((float(one.memory_bytes), one.seconds) for one in choices if not one.refused):
+        if not found or seconds < found[-1][1]:
+            found.append((size, seconds))
+    return found
 
 
 def _sum(one: Choice) -> float:

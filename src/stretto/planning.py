@@ -7,10 +7,10 @@ is said to need counts from where a run's summary counts it. Who asks needs no t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stretto.choose import Choice, Planner
 from stretto.corrections import Corrections
@@ -50,13 +50,15 @@ class Predicted:
 
     Args:
         plans: the one to take first.
-        steps: of the task's recipe.
+        steps, batch: of the task's recipe; ``samples``: that it has to train on.
         result: how the job ended, where it did not end well.
         failed: why a rehearsal ended by itself, where one did.
     """
 
     plans: tuple[Choice, ...] = ()
     steps: int = 0
+    batch: int = 0
+    samples: int = 0
     result: JobResult | None = None
     failed: str = ""
 
@@ -79,7 +81,7 @@ def predict(launcher: LocalLauncher, wanted: Wanted, tell: Callable[[Choice], No
         raise UserError(result.failure.text)
     if found is None or result.exit_code:
         return Predicted(result=result)
-    return Predicted(tuple(map(Choice.from_json, found["plans"])), found["steps"], failed=found["failed"])
+    return Predicted(**{**found, "plans": tuple(map(Choice.from_json, found["plans"]))})
 
 
 def prepare(payload: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -105,7 +107,9 @@ def prepare(payload: dict[str, Any], report: Callable[[dict[str, Any]], None]) -
             found = planner.choose(wanted.workers, tell, wanted.seconds)
     except RehearsalError as error:
         failed = str(error)
-    return {"plans": [one.to_json() for one in found], "steps": rehearsals.task.recipe.steps, "failed": failed}
+    task = rehearsals.task
+    sizes = {"steps": task.recipe.steps, "batch": task.recipe.batch, "samples": len(cast(Sized, task.data()["train"]))}
+    return {"plans": [one.to_json() for one in found], **sizes, "failed": failed}
 
 
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:

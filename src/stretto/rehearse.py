@@ -32,7 +32,7 @@ from stretto.evaluation import evaluate_first
 from stretto.launch.process import Child, fork, pass_death_to_forks
 from stretto.launch.worker import set_threads
 from stretto.machinery import Machinery
-from stretto.observe import peak_rss_bytes, rss_bytes
+from stretto.observe import give_back, peak_rss_bytes, rss_bytes
 from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.plan import Plan
@@ -59,17 +59,22 @@ class Rehearsed:
         plan: in words.
         steps: of each step what each rank did, see :mod:`stretto.planner.replay`; ranks that ran at the same time are
             beside each other, for a step lasts as long as its slowest rank.
-        memory_bytes: of each rank, the most that it had beside what the process had before the model was built, as
-            ``summary.json`` has it of a run.
+        memory: of each rank, beside what the process had before the model was built: bytes once the model was laid out,
+            after the steps, and at the most, as ``summary.json`` has it of a run.
         assignment: which operations are in which stage, for a plan that cuts the traced graph; JSON.
         refused: why the plan doesn't fit the task; the rest is empty then.
     """
 
     plan: str
     steps: tuple[tuple[tuple[Event, ...], ...], ...] = ()
-    memory_bytes: tuple[int, ...] = ()
+    memory: tuple[tuple[int, int, int], ...] = ()
     assignment: dict[str, Any] | None = None
     refused: str = ""
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Of each rank, the most that it had."""
+        return tuple(most for _, _, most in self.memory)
 
     def play(self, prices: Prices) -> Replayed:
         """The step of median length."""
@@ -152,7 +157,7 @@ class Rehearsals:
             tuple(tuple(map(_event, step)) for step in ranks)
             for ranks in zip(*(one["steps"] for one in heard), strict=True)
         )
-        return Rehearsed(str(plan), steps, tuple(one["memory_bytes"] for one in heard), heard[0]["assignment"])
+        return Rehearsed(str(plan), steps, tuple(tuple(one["memory"]) for one in heard), heard[0]["assignment"])
 
     def _play(self, plan: Plan, rank: int, answers: list[Any], said: _Said) -> None:
         """One rank's process: lays out, waits for the others to have laid out, steps."""
@@ -243,6 +248,7 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
     sharers = 1 if of.apart else group.size
     peak = peak_rss_bytes(sharers)  # before the template goes: what is shared now is known only now
     of.template.release()
+    laid_out = rss_bytes(sharers)
     said.say({"answers": group.answers})
     said.wait()
     batches = Sampler(len(feeder), task.recipe.batch, task.recipe.seed).batches(1, Position())
@@ -257,10 +263,12 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
         began = time.perf_counter()
         stepper.step(batch)
         steps.append(_events(began, group.notes.take(), time.perf_counter()))
+    give_back()
+    kept = rss_bytes(sharers)
     _end(of, plan, machinery, data)
-    peak = max(peak, peak_rss_bytes(sharers))
+    memory = [size - of.imports_bytes for size in (laid_out, kept, max(peak, peak_rss_bytes(sharers)))]
     assignment = cast(Any, machinery.applied).assignment.to_json() if plan.traced else None
-    said.say({"steps": steps[WARM:], "memory_bytes": peak - of.imports_bytes, "assignment": assignment})
+    said.say({"steps": steps[WARM:], "memory": memory, "assignment": assignment})
 
 
 def _end(of: Rehearsals, plan: Plan, machinery: Machinery, data: Mapping[str, Feeder]) -> None:

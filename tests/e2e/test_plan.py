@@ -65,6 +65,8 @@ def test_the_doctor_keeps_a_file_that_a_plan_is_made_with(tmp_path: Path) -> Non
         (("plan",), "expected a TASK, --model MODEL.yaml"),
         (("plan", LINE, "--check", "rows.jsonl"), "give one of them"),
         (("plan", "--workers", "2", "--check", "rows.jsonl"), "are for a TASK"),
+        (("plan", LINE, "--days", "3"), "--days is for --model"),
+        (("plan", LINE, "--price", "0"), "expected dollars over 0"),
         (("plan", LINE, "--memory", "lots"), "expected a size such as 2GiB"),
         (("plan", LINE, "--on", "nowhere.yaml"), "nowhere.yaml can't be read"),
         (("plan", LINE, "--explain", "dpp=2"), "unknown key 'dpp'"),
@@ -73,3 +75,19 @@ def test_the_doctor_keeps_a_file_that_a_plan_is_made_with(tmp_path: Path) -> Non
 def test_a_mistake_costs_one_line(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
     done = stretto(tmp_path, *words)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_plan_is_told_with_its_parts_and_its_price_and_drawn(tmp_path: Path) -> None:
+    words = ("plan", LINE, "--workers", "1", "--batch", "4", "--explain", "dp=1", "--price", "3600", *SETS)
+    found = json.loads(good(tmp_path, *words, "--picture", "plan.svg", "--json"))
+    (plan,) = found["plans"]
+    assert found["samples_per_second"] == pytest.approx(4 / plan["step_seconds"])
+    assert (
+        found["epoch_dollars"] == pytest.approx(3600 * found["epoch_hours"]) == pytest.approx(16 * plan["step_seconds"])
+    )
+    assert 0 < plan["memory_bytes_laid_out"] <= plan["memory_bytes"] >= plan["memory_bytes_kept"] > 0
+    assert (tmp_path / "plan.svg").read_text().count("<circle") == 1
+    text = good(tmp_path, *words)
+    assert (
+        "take --plan dp=1" in text and "within a step" in text and "links twice as fast" in text and "dollars" in text
+    )

@@ -55,7 +55,7 @@ _Picture = Annotated[
     typer.Option("--picture", metavar="FILE", help="Draw the schedule, and time against memory, into an SVG file."),
 ]
 _Price = Annotated[
-    float | None, typer.Option("--price", metavar="DOLLARS", help="Of a device for an hour; with --tokens.")
+    float | None, typer.Option("--price", metavar="DOLLARS", help="Of a device for an hour; of a model with --tokens.")
 ]
 _Tokens = Annotated[
     float | None, typer.Option("--tokens", metavar="N", help="Of an epoch, for its time; and its cost, by --price.")
@@ -93,9 +93,15 @@ def plan_command(
 
     _refuse_mixed(task, check, model, on, task_alone=workers is not None or memory is not None or bool(sets))
     if task is not None:
-        from stretto.cli.plan_task import plan_task
+        from stretto.cli.plan_task import Asked, plan_task
 
-        plan_task(task, sets, workers, memory, explain, on, json)
+        others = {"--tokens": tokens, "--days": days, "--planned": planned or None}
+        if wrong := [name for name, value in others.items() if value is not None] or ["--software"] * (
+            software != "stretto"
+        ):
+            raise UserError(f"{wrong[0]} is for --model; a TASK is rehearsed as it is")
+        settings = [*(sets or ()), *([f"batch={batch}"] if batch else [])]
+        plan_task(task, settings, workers, memory, Asked(explain, on, picture, price), json)
         return
     if check is not None:
         _check(check, json)

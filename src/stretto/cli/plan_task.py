@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
 
 from stretto.cli.options import find_task, parse_sets
-from stretto.cli.words import size
+from stretto.cli.words import count, duration, size
 from stretto.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.choose import Choice
+    from stretto.planning import Predicted
 
 SHOWN: Final = 10  # plans
 _UNITS: Final = {"B": 0, "K": 1, "M": 2, "G": 3, "T": 4}.items()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked beside plans.
+
+    Args:
+        explain: a plan to be judged alone; ``on``: a file of ``stretto doctor``.
+        picture: a file for a picture of time against memory.
+        price: dollars of a worker for an hour.
+    """
+
+    explain: str | None = None
+    on: str | None = None
+    picture: Path | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError for what means nothing."""
+        if self.price is not None and self.price <= 0:
+            raise UserError(f"--price {self.price:g}: expected dollars over 0")
 
 
 def plan_task(
@@ -27,11 +50,10 @@ def plan_task(
     sets: Sequence[str] | None,
     workers: int | None,
     memory: str | None,
-    plan: str | None,
-    on: str | None,
+    asked: Asked,
     json: bool,
 ) -> None:
-    """Rehearses the plans (or ``plan`` alone), and prints the best; ``on``: a file of ``stretto doctor``."""
+    """Rehearses the plans, or one, and prints the best."""
     from json import dumps
 
     from stretto.cli.launching import conclude
@@ -44,24 +66,27 @@ def plan_task(
     from stretto.planning import Wanted, predict
     from stretto.preload import preloads
 
-    given = None if plan is None else Plan.parse(plan, workers)
-    known = None if on is None else read_links(Path(on))
-    count = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
-    limit = parse_bytes(memory) if memory is not None else room_of(count)
+    given = None if asked.explain is None else Plan.parse(asked.explain, workers)
+    known = None if asked.on is None else read_links(Path(asked.on))
+    number = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
+    limit = parse_bytes(memory) if memory is not None else room_of(number)
     path, settings = str(find_task(task)), parse_sets(sets)
     with LocalLauncher(preloads(None)) as launcher:
-        links = known[1] if known is not None else measure_links(count, launcher)
+        links = known[1] if known is not None else measure_links(number, launcher)
         plans = () if given is None else (str(given),)
-        wanted = Wanted(path, settings, count, plans, links, limit, corrections_of(Path("runs")))
+        wanted = Wanted(path, settings, number, plans, links, limit, corrections_of(Path("runs")))
         found = predict(launcher, wanted, tell_of)
     if found.result is not None:
         raise typer.Exit(conclude(found.result, None, None))
     if found.failed:
         raise UserError(found.failed)
+    if asked.picture is not None:
+        _draw(found, asked.picture)
     if json:
-        print(dumps({"workers": count, "memory_limit_bytes": limit, "plans": [one.to_json() for one in found.plans]}))
+        told = {"workers": number, "memory_limit_bytes": limit, "plans": [one.to_json() for one in found.plans]}
+        print(dumps({**told, **_epoch(found, number, asked)}))
         return
-    _print(found.plans, count, limit)
+    _print(found, number, limit, asked)
 
 
 def room_of(workers: int) -> float | None:
@@ -86,26 +111,67 @@ def tell_of(one: Choice) -> None:
     print(f"{one.plan}: {said}", file=sys.stderr)
 
 
-def _print(found: Sequence[Choice], workers: int, limit: float | None) -> None:
-    from stretto.choose import RISK, binds, fitting, why_second
+def _draw(found: Predicted, file: Path) -> None:
+    from stretto.choose import frontier
+    from stretto.planner.picture import draw
 
-    shown = [one for one in found if not one.refused][:SHOWN]
+    points = frontier(found.plans)
+    if not points:
+        raise UserError("--picture: every plan is refused, so there is nothing to draw")
+    try:
+        file.write_text(draw(points, None, "plans by the memory of a worker"), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--picture: {file} can't be written: {error.strerror}") from error
+
+
+def _epoch(found: Predicted, workers: int, asked: Asked) -> dict[str, float]:
+    """Of the plan to take, once through the data; nothing where none fits."""
+    from stretto.choose import fitting
+
+    if not (fits := fitting(found.plans)):
+        return {}
+    best = fits[0].seconds
+    hours = best * found.samples / found.batch / 3600
+    known = {"samples_per_second": found.batch / best, "epoch_hours": hours}
+    return known if asked.price is None else {**known, "epoch_dollars": hours * asked.price * workers}
+
+
+def _print(found: Predicted, workers: int, limit: float | None, asked: Asked) -> None:
+    from stretto.choose import RISK, fitting
+
+    shown = [one for one in found.plans if not one.refused][:SHOWN]
     wide = max((len(one.plan) for one in shown), default=4)
     room = "" if limit is None else f", each with {size(int(limit))} of memory"
-    print(f"{len(found)} plans for {workers} worker(s) of this machine{room}\n")
-    print(f"{'plan':<{wide}}  {'a step':>10}  {'of it work':>10}  {'waiting':>10}  {'memory':>8}  too much")
+    print(f"{len(found.plans)} plans for {workers} worker(s){room}\n")
+    titles = f"{'a step':>10}  {'of it work':>10}  {'waiting':>10}  {'samples/s':>9}  {'memory':>8}  no fit"
+    print(f"{'plan':<{wide}}  {titles}")
     for one in shown:
-        waits = sum(one.exposed.values())
-        times = "  ".join(f"{1e3 * seconds:>7.1f} ms" for seconds in (one.seconds, one.work, waits))
-        print(f"{one.plan:<{wide}}  {times}  {size(one.memory_bytes):>8}  {one.risk:>8.0%}")
-    for one in found:
+        times = "  ".join(f"{1e3 * took:>7.1f} ms" for took in (one.seconds, one.work, one.seconds - one.work))
+        rate = count(found.batch / one.seconds)
+        print(f"{one.plan:<{wide}}  {times}  {rate:>9}  {size(one.memory_bytes):>8}  {one.risk:>6.0%}")
+    for one in found.plans:
         if one.refused:
             print(f"{one.plan}: {one.refused}")
-    fits = fitting(found)
-    if not fits:
-        if shown:
-            print(f"\nnone fits: each would have more than {1 - RISK:.0%} of a chance to run out of memory")
-        return
-    print(f"\ntake --plan {fits[0].plan}: what binds is {binds(fits[0])}")
+    if fits := fitting(found.plans):
+        _print_best(found, fits, workers, asked)
+    elif shown:
+        print(f"\nnone fits: each would have more than {1 - RISK:.0%} of a chance to run out of memory")
+
+
+def _print_best(found: Predicted, fits: Sequence[Choice], workers: int, asked: Asked) -> None:
+    from stretto.choose import binds, changes, why_second
+
+    best = fits[0]
+    print(f"\ntake --plan {best.plan}: what binds is {binds(best)}")
+    waits = {kind: took for kind, took in sorted(best.exposed.items(), key=lambda one: -one[1]) if took > 5e-5}
+    parts = ", ".join(f"{kind} {1e3 * took:.1f}" for kind, took in {"work": best.work, **waits}.items())
+    print(f"  ms: {parts}")
+    if best.room:
+        print("  memory: " + ", ".join(f"{size(part)} {kind}" for kind, part in best.room.parts.items()))
     if len(fits) > 1:
-        print(why_second(fits[0], fits[1]))
+        print(f"  {why_second(best, fits[1])}")
+    for told in changes(found.plans):
+        print(f"  {told}")
+    once = _epoch(found, workers, asked)
+    dollars = f", {once['epoch_dollars']:,.2f} dollars" if "epoch_dollars" in once else ""
+    print(f"  an epoch of {found.samples:,} samples: {duration(3600 * once['epoch_hours'])}{dollars}")

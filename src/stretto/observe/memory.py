@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,9 +13,13 @@ if TYPE_CHECKING:
 _STATUS: Final = "/proc/self/status"
 
 
-def rss_bytes() -> int:
-    """Resident memory now; 0 where the system doesn't tell."""
-    return _field(_STATUS, "VmRSS:") or 0
+def rss_bytes(sharers: int = 1) -> int:
+    """Resident memory now; 0 where the system doesn't tell.
+
+    Args:
+        sharers: as :func:`peak_rss_bytes` has them.
+    """
+    return (_field(_STATUS, "VmRSS:") or 0) - _of_others(sharers)
 
 
 def peak_rss_bytes(sharers: int = 1) -> int:
@@ -22,8 +28,13 @@ def peak_rss_bytes(sharers: int = 1) -> int:
     Args:
         sharers: how many processes have this one's shared memory between them; each answers for its part of it.
     """
-    shared = _field(_STATUS, "RssShmem:") or 0
-    return (_field(_STATUS, "VmHWM:") or 0) - shared * (sharers - 1) // sharers
+    return (_field(_STATUS, "VmHWM:") or 0) - _of_others(sharers)
+
+
+def give_back() -> None:
+    """Lets the C library return to the system what was freed; nothing where it can't."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_bytes(device: torch.device | None = None) -> int | None:
@@ -34,6 +45,11 @@ def free_bytes(device: torch.device | None = None) -> int | None:
 
         return int(torch.cuda.mem_get_info(device)[0])
     return _field("/proc/meminfo", "MemAvailable:")
+
+
+def _of_others(sharers: int) -> int:
+    """The other processes' part of what is shared."""
+    return (_field(_STATUS, "RssShmem:") or 0) * (sharers - 1) // sharers
 
 
 def _field(path: str, name: str) -> int | None:
