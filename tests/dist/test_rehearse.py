@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GPT = str(ROOT / "examples" / "gpt")
 SETS = {"depth": "2", "width": "32", "heads": "2", "context": "16", "batch": "7", "steps": "9"}
 MATRIX = pytest.mark.matrix  # the same code as those beside them
-FREE = LinkTable("none", False, {("all_reduce", 2): ((64, 1e-9),), ("message", 2): ((64, 1e-9),)})
+FREE = LinkTable("none", False, {("all_reduce", 2, 1): ((64, 1e-9),), ("message", 2, 1): ((64, 1e-9),)})
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def test_a_rank_that_dies_is_told(rehearsals: Rehearsals, monkeypatch: pytest.Mo
 def test_links_are_measured_for_each_number_of_members(launcher: LocalLauncher) -> None:
     table = measure_links(2, launcher)
     kinds = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}
-    assert {kind for kind, _ in table.curves} == kinds and table.transport == "shared memory" and not table.background
+    assert {kind for kind, *_ in table.curves} == kinds and table.transport == "shared memory" and not table.background
     for kind in kinds:
-        small, large = table.curves[kind, 2][0], table.curves[kind, 2][-1]
+        small, large = table.curves[kind, 2, 1][0], table.curves[kind, 2, 1][-1]
         assert 0 < small[1] < large[1] < 10 and small[0] < large[0], kind
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -17,12 +18,20 @@ class Prices:
     """A second for a collective, two for a message."""
 
     background: bool = False
+    second: float = 1.0  # pace of rank 1
 
     def collective(self, kind: str, members: tuple[int, ...], num_bytes: int) -> float:
         return 1.0
 
-    def message(self, num_bytes: int) -> float:
+    def message(self, source: int, to: int, num_bytes: int) -> float:
         return 2.0
+
+    def pace(self, rank: int) -> float:
+        return 1.0 if rank == 0 else self.second
+
+
+def test_work_lasts_as_long_as_on_the_rank_s_own_host() -> None:
+    assert replay([(("work", 2.0),), (("work", 3.0),)], Prices(second=2.0)).work == (2.0, 6.0)
 
 
 def both(first: int, number: int) -> tuple[Event, Event]:
@@ -78,11 +87,50 @@ def test_a_curve_is_straight_on_logarithmic_axes_and_goes_on_at_its_last_rate() 
 
 
 def test_a_table_takes_the_nearest_number_of_members_and_survives_json() -> None:
-    curves = {("all_reduce", 2): ((64, 1.0),), ("all_reduce", 8): ((64, 3.0),), ("message", 2): ((64, 0.5),)}
+    curves = {
+        **{("all_reduce", 2, 1): ((64, 1.0),), ("all_reduce", 8, 1): ((64, 3.0),)},
+        **{("message", 2, 1): ((64, 0.5),)},
+    }
     table = LinkTable.from_json(LinkTable("gloo", True, curves).to_json())
     assert [table.collective("all_reduce", range(count), 8) for count in (1, 2, 3, 8, 64)] == [0.0, 1.0, 1.0, 3.0, 3.0]
     assert table.collective("broadcast", (0, 1), 64) == 1.0, "of a kind that nobody measured: an all-reduce"
-    assert table.message(128) == 1.0 and table.background
+    assert table.message(0, 1, 128) == 1.0 and table.background
+    old = {"kind": "message", "members": 2, "bytes": [64], "seconds": [0.5]}  # as a file from before several hosts
+    before = LinkTable.from_json({"transport": "gloo", "background": True, "curves": [old]})
+    assert before.message(0, 7, 64) == 0.5
+
+
+HOSTS = LinkTable(
+    "gloo",
+    True,
+    {
+        **{
+            ("all_reduce", 2, 1): ((64, 1.0),),
+            ("all_reduce", 2, 2): ((64, 10.0),),
+            ("all_reduce", 6, 3): ((64, 30.0),),
+        },
+        **{("message", 2, 1): ((64, 0.5),), ("message", 2, 2): ((64, 8.0),)},
+    },
+    per_host=2,
+    pairs={(0, 1): ((64, 4.0),), (0, 2): ((64, 4.0),), (1, 2): ((64, 8.0),)},
+    paces=(1.0, 1.0, 2.5),
+)
+
+
+def test_ranks_of_one_host_talk_over_its_links_and_others_over_the_slowest_between_theirs() -> None:
+    assert HOSTS.collective("all_reduce", (0, 1), 64) == HOSTS.collective("all_reduce", (4, 5), 64) == 1.0
+    assert HOSTS.collective("all_reduce", (3, 5), 64) == 10.0, "over the slowest pair: what was measured"
+    assert HOSTS.collective("all_reduce", (0, 2), 64) == 5.0, "over a pair twice as quick"
+    assert HOSTS.collective("all_reduce", range(6), 64) == 30.0
+    assert HOSTS.collective("all_reduce", (0, 1, 2, 3), 64) == 5.0, "the nearest number of members of two hosts"
+    messages = [HOSTS.message(source, to, 64) for source, to in ((0, 1), (1, 2), (5, 1), (5, 2))]
+    assert messages == [0.5, 4.0, 4.0, 8.0]
+    assert [HOSTS.pace(rank) for rank in (0, 3, 4, 9)] == [1.0, 1.0, 2.5, 1.0]
+
+
+def test_a_table_of_hosts_survives_json_but_for_what_depends_on_where_one_plans() -> None:
+    again = LinkTable.from_json(HOSTS.to_json())
+    assert again == dataclasses.replace(HOSTS, paces=())
 
 
 def test_candidates_are_all_plans_of_so_many_workers_and_no_microbatch_is_empty() -> None:

@@ -27,8 +27,11 @@ class Prices(Protocol):
     def collective(self, kind: str, members: Sequence[int], num_bytes: int) -> float:
         """Seconds from when all have come."""
 
-    def message(self, num_bytes: int) -> float:
-        """Seconds of one message."""
+    def message(self, source: int, to: int, num_bytes: int) -> float:
+        """Seconds of one message from one rank to another."""
+
+    def pace(self, rank: int) -> float:
+        """How long the rank works for what took a second when it was rehearsed."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,9 @@ class _Play:
         return bool(handle(place, rank, *event[1:]))
 
     def _work(self, place: int, rank: _Rank, seconds: float) -> bool:
-        rank.clock += seconds
-        rank.work += seconds
+        took = seconds * self._prices.pace(place)
+        rank.clock += took
+        rank.work += took
         return True
 
     def _begin(self, place: int, rank: _Rank, number: int, kind: str, members: tuple[int, ...], size: int) -> bool:
@@ -140,7 +144,7 @@ class _Play:
         way = place, to, tag
         key = *way, rank.counts[way]
         rank.counts[way] += 1
-        cost = self._prices.message(size)
+        cost = self._prices.message(place, to, size)
         if self._prices.background:
             line = place, to
             self._arrived[key] = self._busy[line] = max(rank.clock, self._busy[line]) + cost
@@ -165,7 +169,9 @@ class _Play:
             rank.until(self._arrived[key] if self._prices.background else rank.clock, "send")
             return True
         end = max(rank.clock, self._arrived[key])
-        rank.until(end if self._prices.background else end + self._prices.message(what) / 2, "receive")
+        if not self._prices.background:
+            end += self._prices.message(key[0], place, what) / 2
+        rank.until(end, "receive")
         return True
 
 
