@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from stretto.corrections import Corrections
 from stretto.errors import UserError
 from stretto.plan import RECOMPUTE, Plan
 from stretto.planner.candidates import candidates
 from stretto.planner.replay import Prices
-from stretto.rehearse import Rehearsals
+
+if TYPE_CHECKING:
+    from stretto.rehearse import Rehearsals
 
 SPREAD: Final = 0.03  # of a measured peak over the predicted one (standard deviation; benchmarks/planner/here.py)
+UNSEEN: Final = "not looked at"
 RISK: Final = 0.5  # of not fitting, from which on a plan isn't chosen
 
 
@@ -25,6 +30,7 @@ class Choice:
         seconds: of a step; ``work``: of those, of the rank that works longest.
         exposed: seconds of that rank in which it only communicates or waits, by kind of call.
         memory_bytes: the most that a worker has.
+            All of these as earlier runs on this machine correct them.
         risk: the probability that it doesn't fit.
         refused: why the plan doesn't fit the task; the rest is empty then.
     """
@@ -55,6 +61,14 @@ class Choice:
             "probability_over": self.risk,
         }
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Choice:
+        """The reverse of :meth:`to_json`."""
+        if "refused" in values:
+            return cls(values["plan"], refused=values["refused"])
+        keys = ("plan", "step_seconds", "work_seconds", "exposed_seconds", "memory_bytes", "probability_over")
+        return cls(*(values[key] for key in keys))
+
 
 def probability_over(memory_bytes: float, limit: float | None, spread: float = SPREAD) -> float:
     """That a worker needs more than it may have; the logarithm of the error is taken to be normal."""
@@ -63,49 +77,66 @@ def probability_over(memory_bytes: float, limit: float | None, spread: float = S
     return 0.5 * math.erfc(math.log(limit / max(1.0, memory_bytes)) / spread / math.sqrt(2))
 
 
-def predict(of: Rehearsals, plan: Plan, prices: Prices, limit: float | None = None) -> Choice:
-    """One plan. Raises UserError where a rank's process ended by itself.
+@dataclass(frozen=True)
+class Planner:
+    """What predicts a task's plans.
 
     Args:
         limit: bytes that a worker may have.
+        corrections: of what is predicted, see :mod:`stretto.corrections`.
     """
-    found = of.run(plan)
-    if found.refused:
-        return Choice(str(plan), refused=found.refused)
-    step = found.play(prices)
-    busiest = max(range(len(step.work)), key=step.work.__getitem__)
-    memory = max(found.memory_bytes)
-    risk = probability_over(memory, limit)
-    return Choice(str(plan), step.seconds, step.work[busiest], step.exposed[busiest], memory, risk)
 
+    of: Rehearsals
+    prices: Prices
+    limit: float | None = None
+    corrections: Corrections = field(default_factory=Corrections)
 
-def choose(
-    of: Rehearsals,
-    workers: int,
-    prices: Prices,
-    limit: float | None = None,
-    tell: Callable[[Choice], None] = lambda choice: None,
-) -> list[Choice]:
-    """All plans for so many workers, the one to take first: those that fit by their time, then those that may not fit
-    by their memory, then those that are refused. What costs time to save memory is looked at only where nothing fits
-    without it.
+    def predict(self, plan: Plan) -> Choice:
+        """One plan. Raises UserError where a rank's process ended by itself."""
+        found = self.of.run(plan)
+        if found.refused:
+            return Choice(str(plan), refused=found.refused)
+        step, factors = found.play(self.prices), self.corrections
+        busiest = max(range(len(step.work)), key=step.work.__getitem__)
+        work = step.work[busiest]
+        memory = int(factors.memory * max(found.memory_bytes))
+        return Choice(
+            str(plan),
+            factors.seconds(work, step.seconds - work),
+            factors.work * work,
+            {kind: factors.waits * seconds for kind, seconds in step.exposed[busiest].items()},
+            memory,
+            probability_over(memory, self.limit),
+        )
 
-    Args:
-        tell: is told of each as it comes.
+    def choose(
+        self, workers: int, tell: Callable[[Choice], None] = lambda choice: None, seconds: float = math.inf
+    ) -> list[Choice]:
+        """All plans for so many workers, the one to take first: those that fit by their time, then those that may not
+        fit by their memory, then those that are refused. What costs time to save memory is looked at only where nothing
+        fits without it.
 
-    Raises:
-        UserError: no plan trains the task on so many workers, or a rank's process ended by itself.
-    """
-    found: list[Choice] = []
-    for recompute in RECOMPUTE:
-        for plan in candidates(workers, of.task.recipe.batch, recompute):
-            found.append(predict(of, plan, prices, limit))
-            tell(found[-1])
-        if fitting(found):
-            break
-    if all(one.refused for one in found):
-        raise UserError(f"no plan trains this task on {workers} workers; of {found[0].plan}: {found[0].refused}")
-    return ranked(found)
+        Args:
+            tell: is told of each as it comes.
+            seconds: after so many of looking, the plans that are left are refused for that reason.
+
+        Raises:
+            UserError: no plan trains the task on so many workers.
+            RehearsalError: a rank's process ended by itself.
+        """
+        began, found = time.perf_counter(), list[Choice]()
+        for recompute in RECOMPUTE:
+            for plan in candidates(workers, self.of.task.recipe.batch, recompute):
+                if (spent := time.perf_counter() - began) > seconds and fitting(found):
+                    found.append(Choice(str(plan), refused=f"{UNSEEN}, for looking had taken {spent:.0f} s"))
+                    continue
+                found.append(self.predict(plan))
+                tell(found[-1])
+            if fitting(found):
+                break
+        if all(one.refused for one in found):
+            raise UserError(f"no plan trains this task on {workers} workers; of {found[0].plan}: {found[0].refused}")
+        return ranked(found)
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:

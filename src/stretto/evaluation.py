@@ -5,7 +5,7 @@ Pairs are added up on each rank and then over the ranks; rows go to their sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,10 +54,29 @@ def evaluate(
     Raises:
         TaskError: an empty split, shapes of one metric that differ, rows that are not one for each sample.
     """
+    table, terms = _added(task, plan, on, feeder, moved)
+    totals = table.of_all_ranks(on.group, len(feeder))
+    if "loss" in totals:
+        return totals
+    named: list[str] = next(filter(None, on.group.gather_json(list(terms))), [])
+    return {"loss": _sum_of_means([totals[name] for name in named]), **totals}
+
+
+def evaluate_first(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> None:
+    """This rank's part of the first global batch of an evaluation, for who wants to know what that takes."""
+    _added(task, plan, on, feeder, lambda: None, batches=1)
+
+
+def _added(
+    task: Task, plan: Plan, on: Machinery, feeder: Feeder, moved: Callable[[], None], batches: int | None = None
+) -> tuple[_Table, Iterable[str]]:
+    """What this rank adds up over the split, or over its first global batches, and the names of its losses."""
     recipe = task.recipe
     if not len(feeder):
         raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
-    cutting = (len(feeder), recipe.eval_batch or recipe.batch, plan.dp, on.data.rank)
+    size = recipe.eval_batch or recipe.batch
+    length = len(feeder) if batches is None else min(len(feeder), batches * size)
+    cutting = (length, size, plan.dp, on.data.rank)
     feeder.expect((piece.ids, "evaluate") for piece in _pieces(*cutting))
     table = _Table()
     terms: dict[str, None] = {}
@@ -77,11 +96,7 @@ def evaluate(
                 found: dict[str, Metric] = {} if piece.ghost else {**losses, **task.metrics(output, samples)}
             for name, metric in found.items():
                 table.add(name, metric, piece.ids)
-    totals = table.of_all_ranks(on.group, len(feeder))
-    if "loss" in totals:
-        return totals
-    named: list[str] = next(filter(None, on.group.gather_json(list(terms))), [])
-    return {"loss": _sum_of_means([totals[name] for name in named]), **totals}
+    return table, terms
 
 
 def _sum_of_means(terms: Sequence[Total]) -> tuple[float, float]:

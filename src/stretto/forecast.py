@@ -1,10 +1,12 @@
-"""What was predicted of a run, beside what it then took."""
+"""What was predicted of a run, beside what it then took; :mod:`stretto.corrections` learns from it."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
 from typing import Any, Final
+
+from stretto.corrections import machine
 
 WARM: Final = 2  # steps that nobody predicts: memory and caches are cold
 SEEN: Final = 5
@@ -14,10 +16,10 @@ class Forecast:
     """Compares the first steps of a run.
 
     Args:
-        predicted: ``step_seconds`` and ``memory_bytes``; None: nothing was predicted.
+        predicted: ``step_seconds``, ``memory_bytes`` and more; None: nothing was predicted.
     """
 
-    def __init__(self, predicted: Mapping[str, float] | None) -> None:
+    def __init__(self, predicted: Mapping[str, Any] | None) -> None:
         self._predicted = predicted
         self._seconds: list[float] = []
 
@@ -43,4 +45,4 @@ class Forecast:
         if self._predicted is None:
             return {}
         measured = {"measured_step_seconds": self.measured, "measured_memory_bytes": peak_bytes}
-        return {"forecast": {**self._predicted, **measured}}
+        return {"forecast": {**self._predicted, **measured, "machine": machine()}}

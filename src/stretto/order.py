@@ -22,7 +22,7 @@ class TrainOrder:
         attempt: counts the starts of the run from 1.
         stop_after: last step to commit in this start.
         force: train even where the probes refuse the plan.
-        forecast: what was predicted, ``step_seconds`` and ``memory_bytes``.
+        forecast: what was predicted; see :class:`stretto.forecast.Forecast`.
         hang_after: seconds without any movement after which the run is ended; 0: never.
     """
 
@@ -35,7 +35,7 @@ class TrainOrder:
     attempt: int = 1
     stop_after: int | None = None
     force: bool = False
-    forecast: dict[str, float] | None = None
+    forecast: dict[str, Any] | None = None
     hang_after: float = HANG_AFTER_SECONDS
 
     def to_payload(self) -> dict[str, Any]:

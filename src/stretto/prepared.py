@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from stretto.checkpoint import Checkpoint
 from stretto.data import Position
@@ -46,7 +47,7 @@ class RunOptions:
     folder: Path
     attempt: int = 1
     stop_after: int | None = None
-    forecast: dict[str, float] | None = None
+    forecast: dict[str, Any] | None = None
 
 
 @dataclass

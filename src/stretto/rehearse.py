@@ -23,23 +23,30 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from stretto.assemble import assemble, build_template, open_data
+from stretto.checkpoint.snapshot import snapshot_slices
+from stretto.cluster import Cluster
 from stretto.comm.echo import EchoGroup
-from stretto.data import Position, Sampler, cut, derive_seed, seed_everything
+from stretto.data import Feeder, Position, Sampler, cut, derive_seed, seed_everything
 from stretto.errors import PlanError, UserError, one_line
+from stretto.evaluation import evaluate_first
 from stretto.launch.process import Child, fork, pass_death_to_forks
 from stretto.launch.worker import set_threads
+from stretto.machinery import Machinery
 from stretto.observe import peak_rss_bytes, rss_bytes
 from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.planner.replay import Event, Prices, Replayed, replay
-from stretto.preload import preloads
 from stretto.step import Stepper
 from stretto.task import Task, load_task
 from stretto.terms import Terms
 
 WARM: Final = 2  # steps that aren't looked at: memory and caches are cold
 STEPS: Final = 5
+
+
+class RehearsalError(UserError):
+    """A rank's process ended by itself."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +81,35 @@ class Rehearsals:
 
     Args:
         apart: the ranks will be on several hosts, so that they share no memory.
-        threads: of one rank's operators.
+        cores: of this host, shared among a plan's ranks.
         imports_bytes: resident memory of a forked process before the model was built.
     """
 
     task: Task
     template: Template
     apart: bool = False
-    threads: int = 1
+    cores: int = 1
     imports_bytes: int = 0
 
     @classmethod
     def of(
-        cls, path: Path, settings: Mapping[str, Any] | None = None, *, apart: bool = False, threads: int = 1
+        cls,
+        path: Path,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        ahead: Sequence[str] = (),
+        apart: bool = False,
+        cores: int | None = None,
     ) -> Rehearsals:
-        """Loads the task and builds the model, once for all plans; what a run's workers have loaded before is loaded
-        before."""
-        for name in preloads(Plan(dp=2, zero=3)):
+        """Loads the task and builds the model, once for all plans. The process must not have run an operator on several
+        threads: their pool would not survive the fork of the ranks.
+
+        Args:
+            ahead: modules that a run's workers have loaded before the model is built.
+            cores: all that this process may use, where none are given.
+        """
+        set_threads(1)
+        for name in ahead:
             importlib.import_module(name)
         first = _Player(lambda said: said.say(rss_bytes()))  # as a worker: forked, without what it hasn't touched
         try:
@@ -98,13 +117,13 @@ class Rehearsals:
         finally:
             first.end()
         task = load_task(path, settings)
-        return cls(task, build_template(task), apart, threads, imports_bytes)
+        return cls(task, build_template(task), apart, cores or Cluster.measure().cores, imports_bytes)
 
     def run(self, plan: Plan) -> Rehearsed:
         """Every rank of ``plan`` for a few steps, each in a process forked from this one.
 
         Raises:
-            UserError: a rank's process ended by itself, such as for want of memory.
+            RehearsalError: a rank's process ended by itself, such as for want of memory.
         """
         try:
             check(self.template, plan)
@@ -135,7 +154,7 @@ class Rehearsals:
 
     def _play(self, plan: Plan, rank: int, answers: list[Any], said: _Said) -> None:
         """One rank's process: lays out, waits for the others to have laid out, steps."""
-        set_threads(self.threads)
+        set_threads(max(1, self.cores // plan.world_size))
         try:
             _run(self, plan, EchoGroup(rank, plan.world_size, self.apart, answers), said)
         except PlanError as error:
@@ -185,7 +204,7 @@ class _Player:
             child, self._child = self._child, None
             code = child.reap()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise UserError(f"a rank that was run alone ended by {how}; its own words are above, if it had any")
+            raise RehearsalError(f"a rank that was run alone ended by {how}; its own words are above, if it had any")
         return json.loads(line)
 
     def go(self) -> None:
@@ -214,7 +233,8 @@ class _Alone(Stepper):
 
 def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
     task = of.task
-    feeder = open_data(task, plan, group)["train"]
+    data = open_data(task, plan, group)
+    feeder = data["train"]
     machinery = assemble(task, plan, of.template, group, forced=True)
     stepper = _Alone(task, plan, feeder, machinery)
     seed_everything(derive_seed(task.recipe.seed, "loop"))
@@ -225,9 +245,9 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
     said.wait()
     batches = Sampler(len(feeder), task.recipe.batch, task.recipe.seed).batches(1, Position())
     batches, ahead = tee(islice(batches, WARM + STEPS))
-    data = machinery.data.rank
+    place = machinery.data.rank
     feeder.expect(
-        (piece.ids, batch.start.epoch) for batch in ahead for piece in cut(batch.ids, plan.dp, plan.microbatches, data)
+        (piece.ids, batch.start.epoch) for batch in ahead for piece in cut(batch.ids, plan.dp, plan.microbatches, place)
     )
     steps = []
     for batch in batches:
@@ -235,9 +255,18 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
         began = time.perf_counter()
         stepper.step(batch)
         steps.append(_events(began, group.notes.take(), time.perf_counter()))
+    _end(of, plan, machinery, data)
     peak = max(peak, peak_rss_bytes(sharers))
     assignment = cast(Any, machinery.applied).assignment.to_json() if plan.traced else None
     said.say({"steps": steps[WARM:], "memory_bytes": peak - of.imports_bytes, "assignment": assignment})
+
+
+def _end(of: Rehearsals, plan: Plan, machinery: Machinery, data: Mapping[str, Feeder]) -> None:
+    """What takes memory outside of steps: an evaluation, and a checkpoint that is written while training goes on."""
+    if "val" in data:
+        evaluate_first(of.task, plan, machinery, data["val"])
+    if of.task.recipe.save_every:
+        snapshot_slices([*machinery.applied.export_state(), *machinery.optimizer.export_state()])
 
 
 def _events(began: float, entries: Sequence[tuple[str, float, float, tuple[Any, ...]]], ended: float) -> list[Event]:

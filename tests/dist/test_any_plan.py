@@ -43,9 +43,9 @@ CI = (
             ("tp=3,microbatches=2", "pp=3,microbatches=3"),
             ("branch=2", "dp=2"),
             ("dp=2,zero=3", "dp=2,branch=2,zero=2"),
+            ("branch=2,pp=2,microbatches=2", "dp=2"),
         )
     ),
-    (TOWERS, "branch=2,pp=2,microbatches=2", "dp=2"),
     (TOWERS, "dp=2,branch=2,pp=2,zero=2", "dp=1"),
     (WORDS, "tp=3,microbatches=2", "dp=1"),  # a vocabulary of 13 in parts, and whole
     (CNN, "tp=2,pp=2", "dp=1"),  # with running statistics, in parts of a stage

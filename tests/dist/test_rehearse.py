@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.choose import choose, predict, probability_over
+from stretto.choose import UNSEEN, Planner, fitting, probability_over
+from stretto.corrections import Corrections
 from stretto.doctor.links import measure_links
 from stretto.errors import UserError
 from stretto.launch import LocalLauncher
@@ -25,7 +26,7 @@ FREE = LinkTable("none", False, {("all_reduce", 2, 1): ((64, 1e-9),), ("message"
 
 @pytest.fixture(scope="module")
 def rehearsals() -> Iterator[Rehearsals]:
-    yield Rehearsals.of(Path(GPT), SETS)
+    yield Rehearsals.of(Path(GPT), SETS, cores=1)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_rank_alone_makes_the_calls_that_it_makes_among_others(
 
 
 def test_a_plan_that_does_not_fit_the_task_is_refused_with_the_reason(rehearsals: Rehearsals) -> None:
-    found = predict(rehearsals, Plan.parse("branch=2"), FREE)
+    found = Planner(rehearsals, FREE).predict(Plan.parse("branch=2"))
     assert found.refused.startswith("plan: branch=2") and found.to_json() == {
         "plan": "dp=1,branch=2",
         "refused": found.refused,
@@ -79,12 +80,27 @@ def test_links_are_measured_for_each_number_of_members(launcher: LocalLauncher) 
 
 def test_what_fits_is_chosen_before_what_is_faster_and_saving_comes_where_nothing_fits(rehearsals: Rehearsals) -> None:
     told: list[str] = []
-    found = choose(rehearsals, 1, FREE, tell=lambda one: told.append(one.plan))
+    found = Planner(rehearsals, FREE).choose(1, tell=lambda one: told.append(one.plan))
     assert told == ["dp=1"] == [one.plan for one in found] and found[0].risk == 0.0
     told.clear()
-    found = choose(rehearsals, 1, FREE, limit=2**20, tell=lambda one: told.append(one.plan))
+    found = Planner(rehearsals, FREE, limit=2**20).choose(1, tell=lambda one: told.append(one.plan))
     assert "dp=1,recompute=selective" in told and "dp=1,microbatches=4,recompute=full" in told
     assert all(one.risk > 0.99 for one in found)
+
+
+def test_looking_ends_with_its_time_once_something_fits(rehearsals: Rehearsals) -> None:
+    found = Planner(rehearsals, FREE).choose(2, seconds=0.0)
+    assert [one.plan for one in fitting(found)] == ["dp=2"] and len(found) > 5
+    assert all(one.refused.startswith(UNSEEN) for one in found[1:])
+
+
+def test_what_earlier_runs_teach_corrects_what_is_predicted(rehearsals: Rehearsals) -> None:
+    plain, corrected = (
+        Planner(rehearsals, FREE, corrections=factors).predict(Plan())
+        for factors in (Corrections(), Corrections(work=100.0, memory=2.0, runs=1))
+    )
+    assert corrected.seconds > 20 * plain.seconds and corrected.work == pytest.approx(corrected.seconds)
+    assert 1.5 * plain.memory_bytes < corrected.memory_bytes < 2.5 * plain.memory_bytes
 
 
 def test_the_probability_is_a_half_at_the_limit_and_grows() -> None:

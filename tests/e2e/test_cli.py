@@ -80,7 +80,7 @@ class Story:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("story")
     with ThreadPoolExecutor() as pool:  # imports take most of the time, and one core each
-        undisturbed = pool.submit(good, folder, "train", *GPT, "--json")
+        undisturbed = pool.submit(good, folder, "train", *GPT, "--workers", "1", "--json")
         first = good(folder, "train", *GPT, "--workers", "2", "--stop-after", "3", "--run", "run", "--json")
         second = good(folder, "resume", "run", "--plan", "dp=3,zero=3", "--stop-after", "5")
         last = good(folder, "resume", "run", "--workers", "1", "--json")

@@ -50,7 +50,7 @@ def test_a_task_that_changed_is_told_with_the_difference_and_one_that_is_gone_is
     text = LINE.read_text().replace("import torch\n", "import slope\nimport torch\n", 1)
     (beside / "task.py").write_text(text.replace("torch.sin(2 * x)", "torch.sin(slope.STEEP * x)"))
     (beside / "slope.py").write_text("STEEP = 2\n")
-    good(tmp_path, "train", "beside", "--set", "steps=2", "--run", "run")
+    good(tmp_path, "train", "beside", "--workers", "1", "--set", "steps=2", "--run", "run")
     assert (tmp_path / "run" / "slope.py").read_text() == "STEEP = 2\n"
 
     (beside / "slope.py").write_text("STEEP = 3\n")
@@ -101,7 +101,7 @@ def test_what_a_killed_run_left_behind_is_no_hindrance_la14(tmp_path: Path) -> N
 
 
 def test_fewer_steps_than_are_done_is_one_line(tmp_path: Path) -> None:
-    good(tmp_path, "train", str(LINE), "--set", "steps=6", "--stop-after", "3", "--run", "run")
+    good(tmp_path, "train", str(LINE), "--workers", "1", "--set", "steps=6", "--stop-after", "3", "--run", "run")
     told = one_line(stretto(tmp_path, "resume", "run", "--set", "steps=2"))
     assert "steps=2: this run has committed 3 steps; give more" in told
 

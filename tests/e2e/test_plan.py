@@ -29,12 +29,23 @@ def good(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_auto_takes_a_plan_and_says_how_well_it_was_predicted(tmp_path: Path) -> None:
-    told = good(tmp_path, "train", LINE, "--plan", "auto", "--workers", "1", "--run", "auto", *SETS)
-    assert "a step was predicted to take" in told and "planner" in told
-    forecast = json.loads((tmp_path / "auto" / "summary.json").read_text())["forecast"]
+def test_where_nothing_is_said_it_is_planned_briefly_and_the_next_run_learns(tmp_path: Path) -> None:
+    told = good(tmp_path, "train", LINE, *SETS)
+    assert told.startswith("looking for a plan ...") and "plan dp=1: one worker takes about" in told
+    assert "a step was predicted to take" in told and "dp=1  (planner)" in told
+    forecast = json.loads((tmp_path / "runs" / "line" / "summary.json").read_text())["forecast"]
     assert 0 < forecast["step_seconds"] < 50 * forecast["measured_step_seconds"]
-    assert 0 < forecast["memory_bytes"] < forecast["measured_memory_bytes"], "a run evaluates and saves as well"
+    assert 0.5 < forecast["memory_bytes"] / forecast["measured_memory_bytes"] < 2
+    again = good(tmp_path, "train", LINE, "--plan", "auto", "--workers", "1", *SETS)
+    assert "plan dp=1: the best of 1 plans; predictions are corrected by 1 earlier run(s): work x" in again
+
+
+def test_what_a_task_raises_is_told_by_the_run_and_not_by_the_planner(tmp_path: Path) -> None:
+    text = Path(LINE).read_text()
+    (tmp_path / "task.py").write_text(text.replace("    context = current()\n", "    raise ZeroDivisionError\n"))
+    done = stretto(tmp_path, "train", "task.py", *SETS)
+    assert done.returncode == 1 and "it could not be planned" in done.stdout
+    assert done.stderr.rstrip().endswith("ZeroDivisionError") and "rank 0" in done.stderr
 
 
 @pytest.mark.matrix  # its parts are tested each for itself

@@ -25,6 +25,7 @@ INSTRUMENTS = ("verify", "doctor", "chaos")
 ENGINE = (
     *(
         "script",
+        "planning",
         "choose",
         "rehearse",
         "preload",
@@ -40,7 +41,7 @@ ENGINE = (
         "features",
         "assemble",
     ),
-    *("forecast", "skips", "kept", "timeline", "step", "terms", "evaluation", "machinery"),
+    *("forecast", "corrections", "skips", "kept", "timeline", "step", "terms", "evaluation", "machinery"),
     *("launch", "elastic", "watch", "checkpoint"),
 )
 STRATEGIES = ("parallel", "sync", "wire")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stretto.corrections import machine
 from stretto.forecast import SEEN, WARM, Forecast
 
 
@@ -15,6 +16,7 @@ def test_the_first_steps_are_compared_once_without_the_cold_ones() -> None:
         "memory_bytes": 5e6,
         "measured_step_seconds": 0.1,
         "measured_memory_bytes": 4_000_000,
+        "machine": machine(),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ from stretto.runfolder import RESOLVED_NAME, FolderLock, create_run_folder
 
 if TYPE_CHECKING:
     from stretto.cli.display import Display
-    from stretto.launch import JobResult
+    from stretto.launch import JobResult, LocalLauncher
     from stretto.order import TrainOrder
     from stretto.plan import Plan
 
@@ -30,7 +31,7 @@ class Launch:
         task: as a person would type it.
         sets: as given, to be repeated in the commands to try.
         first_member: the number of the first member.
-        note: something to say first.
+        notes: to say first; empty ones are left out.
     """
 
     order: TrainOrder
@@ -38,7 +39,7 @@ class Launch:
     task: str
     sets: tuple[str, ...]
     first_member: int = 1
-    note: str = ""
+    notes: Sequence[str] = ()
 
 
 class HeldFolder:
@@ -87,8 +88,12 @@ def has_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*/manifest.json"))
 
 
-def launch_training(launch: Launch, *, quiet: bool) -> int:
-    """Runs an order's workers to their end, showing what they tell. Returns the exit code."""
+def launch_training(launch: Launch, *, quiet: bool, launcher: LocalLauncher | None = None) -> int:
+    """Runs an order's workers to their end, showing what they tell. Returns the exit code.
+
+    Args:
+        launcher: one that runs already, if there is any.
+    """
     from stretto.cli.display import Display
     from stretto.cluster import Cluster
     from stretto.launch import Job, LocalLauncher
@@ -96,10 +101,10 @@ def launch_training(launch: Launch, *, quiet: bool) -> int:
 
     workers = launch.plan.world_size
     run = Path(launch.order.run)
-    with LocalLauncher(preloads(launch.plan)) as launcher, Display(quiet=quiet) as display:
+    with launcher or LocalLauncher(preloads(launch.plan)) as started, Display(quiet=quiet) as display:
         display.starting(workers)
-        if launch.note:
-            display.note(launch.note)
+        for note in filter(None, launch.notes):
+            display.note(note)
         job = Job(
             entry="stretto.training:work",
             payload=launch.order.to_payload(),
@@ -111,20 +116,20 @@ def launch_training(launch: Launch, *, quiet: bool) -> int:
             hang_after=launch.order.hang_after,
             log_dir=run / "logs",
         )
-        result = launcher.run(job, display.on_event, display.on_output)
+        result = started.run(job, display.on_event, display.on_output)
         if result.failure is None:
             display.next_commands(next_commands(launch, display.finished))
     return conclude(result, display, run)
 
 
-def conclude(result: JobResult, display: Display, run: Path | None) -> int:
+def conclude(result: JobResult, display: Display | None, run: Path | None) -> int:
     """Says how a job ended where that is not good, the cause last. Returns the exit code."""
     sys.stdout.flush()
     can_resume = run is not None and has_checkpoint(run)
     resume = f"stretto resume {shlex.quote(shown_path(run))}" if run is not None else ""
     failure = result.failure
     if failure is None:
-        if result.exit_code and display.summary is None:
+        if result.exit_code and (display is None or display.summary is None):
             kept = f"; go on with: {resume}" if can_resume else "; no checkpoint had been written" if resume else ""
             print(f"stretto: interrupted{kept}", file=sys.stderr)
         return result.exit_code

@@ -26,7 +26,12 @@ PlanOption = Annotated[
 ]
 TrainPlanOption = Annotated[
     str | None,
-    typer.Option("--plan", metavar="PLAN", help="Where it runs: dp=2, or dp=2,zero=3; auto: the planner looks first."),
+    typer.Option(
+        "--plan",
+        metavar="PLAN",
+        help="Where it runs: dp=2, or dp=2,zero=3; auto: the planner looks at every plan. [default: it looks briefly; "
+        "with --workers N: dp=N]",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

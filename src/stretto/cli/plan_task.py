@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import typer
+
 from stretto.cli.options import find_task, parse_sets
 from stretto.cli.words import size
 from stretto.errors import UserError
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.choose import Choice
-    from stretto.plan import Plan
-    from stretto.planner.tables import LinkTable
-    from stretto.rehearse import Rehearsals
 
 SHOWN: Final = 10  # plans
 _UNITS: Final = {"B": 0, "K": 1, "M": 2, "G": 3, "T": 4}.items()
@@ -35,69 +34,41 @@ def plan_task(
     """Rehearses the plans (or ``plan`` alone), and prints the best; ``on``: a file of ``stretto doctor``."""
     from json import dumps
 
-    from stretto.choose import choose, predict, ranked
+    from stretto.cli.launching import conclude
     from stretto.cluster import Cluster
+    from stretto.corrections import corrections_of
     from stretto.doctor.examine import read_links
+    from stretto.doctor.links import measure_links
+    from stretto.launch import LocalLauncher
     from stretto.plan import Plan
+    from stretto.planning import Wanted, predict
+    from stretto.preload import preloads
 
     given = None if plan is None else Plan.parse(plan, workers)
     known = None if on is None else read_links(Path(on))
     count = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
-    limit = parse_bytes(memory) if memory is not None else _room(count)
-    links = known[1] if known is not None else _links(count)
-    rehearsals = _rehearsals(task, sets, links)
-    if given is not None:
-        found = ranked([predict(rehearsals, given, links, limit)])
-    else:
-        found = choose(rehearsals, count, links, limit, tell=_tell)
+    limit = parse_bytes(memory) if memory is not None else room_of(count)
+    path, settings = str(find_task(task)), parse_sets(sets)
+    with LocalLauncher(preloads(None)) as launcher:
+        links = known[1] if known is not None else measure_links(count, launcher)
+        plans = () if given is None else (str(given),)
+        wanted = Wanted(path, settings, count, plans, links, limit, corrections_of(Path("runs")))
+        found = predict(launcher, wanted, tell_of)
+    if found.result is not None:
+        raise typer.Exit(conclude(found.result, None, None))
+    if found.failed:
+        raise UserError(found.failed)
     if json:
-        print(dumps({"workers": count, "memory_limit_bytes": limit, "plans": [one.to_json() for one in found]}))
+        print(dumps({"workers": count, "memory_limit_bytes": limit, "plans": [one.to_json() for one in found.plans]}))
         return
-    _print(found, count, limit)
+    _print(found.plans, count, limit)
 
 
-def choose_plan(task: str, sets: Sequence[str] | None, workers: int | None) -> tuple[Plan, dict[str, float]]:
-    """The plan to take on this machine, and what is predicted of it, for ``stretto train --plan auto``.
-
-    Raises:
-        UserError: no plan trains the task, or none fits.
-    """
-    from stretto.choose import choose, fitting
-    from stretto.cluster import Cluster
-    from stretto.plan import Plan
-
-    count = workers or max(1, Cluster.measure().cores)
-    links = _links(count)
-    limit = _room(count)
-    found = choose(_rehearsals(task, sets, links), count, links, limit, tell=_tell)
-    if not (fits := fitting(found)):
-        least = min(one.memory_bytes for one in found if not one.refused)
-        raise UserError(
-            f"--plan auto: no plan fits: the least takes {size(least)}, a worker has {size(int(limit or 0))}"
-        )
-    best = fits[0]
-    return Plan.parse(best.plan), {"step_seconds": best.seconds, "memory_bytes": float(best.memory_bytes)}
-
-
-def _room(workers: int) -> float | None:
+def room_of(workers: int) -> float | None:
     """Bytes that each worker may have of what is free; None where the system doesn't tell."""
     from stretto.observe import free_bytes
 
     return (free_bytes() or 0) / workers or None
-
-
-def _links(workers: int) -> LinkTable:
-    from stretto.doctor.links import measure_links
-    from stretto.launch import LocalLauncher
-
-    with LocalLauncher() as launcher:
-        return measure_links(workers, launcher)
-
-
-def _rehearsals(task: str, sets: Sequence[str] | None, links: LinkTable) -> Rehearsals:
-    from stretto.rehearse import Rehearsals
-
-    return Rehearsals.of(find_task(task), parse_sets(sets), apart=links.background)
 
 
 def parse_bytes(text: str) -> float:
@@ -109,7 +80,8 @@ def parse_bytes(text: str) -> float:
     return float(float(match[1]) * (1024 if match[3].startswith("I") else 1000) ** power)
 
 
-def _tell(one: Choice) -> None:
+def tell_of(one: Choice) -> None:
+    """Each plan, on standard error, as it comes."""
     said = f"refused: {one.refused}" if one.refused else f"{1e3 * one.seconds:.1f} ms"
     print(f"{one.plan}: {said}", file=sys.stderr)
 

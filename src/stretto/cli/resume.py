@@ -74,8 +74,8 @@ def resume_command(
             hang_after=hang_seconds(hang_after),
         )
         repeated = (*given_sets(resolved, changed), *(sets or ()))
-        note = "; ".join(filter(None, (without_effect(hang_after, chosen.world_size), note)))
-        launch = Launch(order, chosen, shown_path(task), repeated, first_member(run), note)
+        notes = without_effect(hang_after, chosen.world_size), note
+        launch = Launch(order, chosen, shown_path(task), repeated, first_member(run), notes)
         code = launch_training(launch, quiet=json)
     raise typer.Exit(code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -38,31 +39,43 @@ def train_command(
 ) -> None:
     """Train a task on some workers."""
     from stretto.cli.launching import HeldFolder, Launch, launch_training
+    from stretto.launch import LocalLauncher
     from stretto.order import TrainOrder
     from stretto.plan import Plan
+    from stretto.preload import preloads
 
-    forecast, by_planner = None, plan == "auto"
-    if by_planner:
-        from stretto.cli.plan_task import choose_plan
-
-        chosen, forecast = choose_plan(task, sets, workers)
-        plan = str(chosen)
-    chosen = Plan.parse(plan or "", workers)
-    given = parse_sets(sets)
-    path = find_task(task)
+    by_planner = plan == "auto" or (plan is None and workers is None)
+    named = None if by_planner else plan
+    chosen, given = Plan.parse(named or "", workers), parse_sets(sets)
+    path, found = find_task(task), None
     name = path.parent.name if path.name == "task.py" else path.stem
-    with HeldFolder.new(run, name) as folder:
+    with ExitStack() as held:
+        folder, launcher = held.enter_context(HeldFolder.new(run, name)), None
+        if by_planner:
+            if not json:
+                print("looking for a plan ...", flush=True)
+            launcher = held.enter_context(LocalLauncher(preloads(None)))
+            from stretto.cli.auto import choose_plan  # while the launcher's imports go on
+
+            found = choose_plan(launcher, task, sets, workers, folder.path.parent, thorough=plan == "auto")
+            chosen, named = found.plan, str(found.plan)
+            if set(preloads(chosen)) > set(preloads(None)):
+                launcher.close()
+                launcher = None
         order = TrainOrder(
             task=str(path),
             sets=dict(given),
-            plan=str(chosen) if "dp" in (plan or "") or not plan else f"dp={chosen.dp},{plan}",
-            plan_origin="planner" if by_planner else "--plan" if plan else "--workers" if workers else "default",
+            plan=str(chosen) if "dp" in (named or "") or not named else f"dp={chosen.dp},{named}",
+            plan_origin="planner" if by_planner else "--plan" if named else "--workers",
             run=str(folder.path),
             stop_after=stop_after,
             force=force,
-            forecast=forecast,
+            forecast=found.forecast if found else None,
             hang_after=hang_seconds(hang_after),
         )
-        note = without_effect(hang_after, chosen.world_size)
-        code = launch_training(Launch(order, chosen, task, tuple(sets or ()), note=note), quiet=json)
+        notes = [without_effect(hang_after, chosen.world_size)]
+        if found:
+            notes.append(f"plan {chosen}: {found.why}")
+        launch = Launch(order, chosen, task, tuple(sets or ()), notes=notes)
+        code = launch_training(launch, quiet=json, launcher=launcher)
     raise typer.Exit(code)
