@@ -1,16 +1,19 @@
-"""A worker's entry that steps a run and tells how long each step took, without evaluating or saving."""
+"""Workers' entries that step a run and tell how long each step took, without evaluating or saving."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 from stretto.comm.group import SHARED_MEMORY
 from stretto.launch import WorkerContext
-from stretto.observe import peak_rss_bytes
+from stretto.observe import peak_rss_bytes, rss_bytes
 from stretto.order import TrainOrder
+from stretto.plan import Plan
+from stretto.preload import preloads
 from stretto.prepared import RunOptions
-from stretto.training import form_group, open_run
+from stretto.training import form_group, open_run, prepare
 
 
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
@@ -22,3 +25,14 @@ def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     sharers = group.size if group.transport == SHARED_MEMORY else 1
     peak = max(run._peak_bytes, peak_rss_bytes(sharers) - context.imports_rss_bytes)
     return {"seconds": seconds, "peak_bytes": int(group.maximum(float(peak)))}
+
+
+def apart(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
+    """The same on a host of several, where nobody has prepared anything."""
+    for name in preloads(Plan.parse("dp=2,zero=3")):
+        importlib.import_module(name)
+    context.imports_rss_bytes = rss_bytes()
+    own = Path(payload["run"], f"prepared-{context.rank}")
+    own.mkdir()
+    context.prepared = prepare({**payload, "run": str(own)}, lambda event: None)
+    return work(payload, context)

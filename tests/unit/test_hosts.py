@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from stretto.comm.group import Group, Rendezvous
 from stretto.doctor.examine import read_links
 from stretto.doctor.far import meet
 from stretto.doctor.hosts import Examined, FoundHost, _interface, connect, meetings, versions
@@ -154,6 +155,13 @@ def test_a_host_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("stretto.launch.reach._CLOSE_SECONDS", 0.1)
     with pytest.raises(LaunchError, match="a, b: no answer within 0 s"):
         connect("a,b", "sh -c 'exec sleep 60' {host}", "")
+
+
+def test_a_lone_worker_of_another_launcher_waits_for_no_store() -> None:
+    """torchrun and srun name an address for one worker too, and nobody listens there."""
+    group = Group(Rendezvous("tcp://127.0.0.1:1", 1, 0, 1))
+    assert group.maximum(2.0) == 2.0
+    group.close()
 
 
 def test_python_here_is_python_there_unless_another_is_named() -> None:

@@ -46,6 +46,8 @@ def plan_task(
 
     given = None if plan is None else Plan.parse(plan, workers)
     known = None if on is None else read_links(Path(on))
+    if known is not None and known[1].note:
+        print(known[1].note, file=sys.stderr)
     count = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
     limit = parse_bytes(memory) if memory is not None else room_of(count)
     path, settings = str(find_task(task)), parse_sets(sets)

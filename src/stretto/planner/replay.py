@@ -82,6 +82,7 @@ class _Play:
         self._collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
         self._ended: dict[tuple[int, ...], int] = defaultdict(int)
         self._busy: dict[Any, float] = defaultdict(float)
+        self._posted: dict[Any, list[tuple[float, int]]] = defaultdict(list)
         self._arrived: dict[Any, float] = {}
 
     def run(self) -> None:
@@ -144,12 +145,11 @@ class _Play:
         way = place, to, tag
         key = *way, rank.counts[way]
         rank.counts[way] += 1
-        cost = self._prices.message(place, to, size)
         if self._prices.background:
-            line = place, to
-            self._arrived[key] = self._busy[line] = max(rank.clock, self._busy[line]) + cost
+            self._posted[key].append((rank.clock, size))
+            self._leave(key)
         else:
-            rank.until(rank.clock + cost / 2, "send")
+            rank.until(rank.clock + self._prices.message(place, to, size) / 2, "send")
             self._arrived[key] = rank.clock
         rank.calls[number] = "sent", key
         return True
@@ -157,9 +157,21 @@ class _Play:
     def _receive(self, place: int, rank: _Rank, number: int, source: int, size: int, tag: int) -> bool:
         way = source, place, tag
         received = "received", way
-        rank.calls[number] = size, (*way, rank.counts[received])
+        key = *way, rank.counts[received]
         rank.counts[received] += 1
+        rank.calls[number] = size, key
+        if self._prices.background:
+            self._posted[key].append((rank.clock, size))
+            self._leave(key)
         return True
+
+    def _leave(self, key: tuple[Any, ...]) -> None:
+        """In the background a message goes once both sides are there: Gloo and NCCL keep none for a receiver to come."""
+        if len(posted := self._posted[key]) == 2:
+            source, to, *_ = key
+            begun = max(self._busy[source, to], *(clock for clock, _ in posted))
+            cost = self._prices.message(source, to, max(size for _, size in posted))
+            self._arrived[key] = self._busy[source, to] = begun + cost
 
     def _await(self, place: int, rank: _Rank, number: int) -> bool:
         what, key = rank.calls[number]

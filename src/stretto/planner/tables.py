@@ -78,13 +78,15 @@ class LinkTable:
         return next(curve for (kind, *_), curve in self.curves.items() if kind == "message")
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object, without the paces: those depend on where one plans."""
+        """As a JSON object."""
         curves = [
             {"kind": kind, "members": count, "hosts": hosts, **_columns(curve)}
             for (kind, count, hosts), curve in self.curves.items()
         ]
         pairs = [{"between": list(pair), **_columns(curve)} for pair, curve in self.pairs.items()]
-        found = {"transport": self.transport, "background": self.background, "curves": curves}
+        found: dict[str, Any] = {"transport": self.transport, "background": self.background, "curves": curves}
+        if self.paces:
+            found["paces"] = list(self.paces)
         return {**found, "per_host": self.per_host, "pairs": pairs} if self.per_host else found
 
     @classmethod
@@ -92,7 +94,8 @@ class LinkTable:
         """The reverse of :meth:`to_json`; files of one host from before there were several are read as well."""
         curves = {(one["kind"], one["members"], one.get("hosts", 1)): _rows(one) for one in values["curves"]}
         pairs = {(one["between"][0], one["between"][1]): _rows(one) for one in values.get("pairs", ())}
-        return cls(values["transport"], values["background"], curves, values.get("per_host", 0), pairs)
+        paces = tuple(values.get("paces", ()))
+        return cls(values["transport"], values["background"], curves, values.get("per_host", 0), pairs, paces)
 
 
 def _columns(curve: Curve) -> dict[str, Any]:
