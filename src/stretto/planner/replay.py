@@ -82,7 +82,8 @@ class _Play:
         self._collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
         self._ended: dict[tuple[int, ...], int] = defaultdict(int)
         self._busy: dict[Any, float] = defaultdict(float)
-        self._posted: dict[Any, list[tuple[float, int]]] = defaultdict(list)
+        self._posted: dict[Any, list[tuple[float, int]]] = defaultdict(list)  # by whoever has come, when
+        self._sent: dict[tuple[int, int], list[Any]] = defaultdict(list)  # keys of messages, by who sends to whom
         self._arrived: dict[Any, float] = {}
 
     def run(self) -> None:
@@ -147,7 +148,7 @@ class _Play:
         rank.counts[way] += 1
         if self._prices.background:
             self._posted[key].append((rank.clock, size))
-            self._leave(key)
+            self._sent[place, to].append(key)
         else:
             rank.until(rank.clock + self._prices.message(place, to, size) / 2, "send")
             self._arrived[key] = rank.clock
@@ -162,20 +163,26 @@ class _Play:
         rank.calls[number] = size, key
         if self._prices.background:
             self._posted[key].append((rank.clock, size))
-            self._leave(key)
         return True
 
-    def _leave(self, key: tuple[Any, ...]) -> None:
-        """In the background a message goes once both sides are there: Gloo and NCCL keep none for a receiver to come."""
-        if len(posted := self._posted[key]) == 2:
-            source, to, *_ = key
-            begun = max(self._busy[source, to], *(clock for clock, _ in posted))
-            cost = self._prices.message(source, to, max(size for _, size in posted))
-            self._arrived[key] = self._busy[source, to] = begun + cost
+    def _leave(self, key: tuple[Any, ...]) -> bool:
+        """Whether a message could go, in the background, after those sent before it that can. It goes once both sides
+        are there: Gloo and NCCL keep none for a receiver to come."""
+        if len(self._posted[key]) < 2:
+            return False
+        source, to, *_ = key
+        for other in self._sent[source, to]:
+            if other not in self._arrived and len(posted := self._posted[other]) == 2:
+                begun = max(self._busy[source, to], *(clock for clock, _ in posted))
+                cost = self._prices.message(source, to, max(size for _, size in posted))
+                self._arrived[other] = self._busy[source, to] = begun + cost
+            if other == key:
+                break
+        return True
 
     def _await(self, place: int, rank: _Rank, number: int) -> bool:
         what, key = rank.calls[number]
-        if key not in self._arrived:
+        if key not in self._arrived and not self._leave(key):
             return False
         if what == "sent":
             rank.until(self._arrived[key] if self._prices.background else rank.clock, "send")
