@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_a_rank_alone_makes_the_calls_that_it_makes_among_others(
         assert sum(event[1] for event in events if event[0] == "work") > 0
     assert alone.play(FREE).seconds > 0, "the ranks' notes fit together"
     assert min(alone.memory_bytes) > 2**20
+
+
+def test_over_sockets_a_gather_of_parts_is_one_call_as_it_was_measured(rehearsals: Rehearsals) -> None:
+    """Gloo makes it of broadcasts that go at once, each way; played one after another they would take twice as long."""
+    found = dataclasses.replace(rehearsals, apart=True).run(Plan.parse("dp=2,zero=2"))
+    kinds = [event[2:4] for event in found.steps[-1][1] if event[0] == "begin"]
+    assert ("all_gather", (0, 1)) in kinds and "broadcast" not in {kind for kind, _ in kinds}
 
 
 def test_a_plan_that_does_not_fit_the_task_is_refused_with_the_reason(rehearsals: Rehearsals) -> None:

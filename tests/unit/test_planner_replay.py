@@ -81,6 +81,12 @@ def test_messages_of_one_tag_come_in_order_and_of_others_apart() -> None:
     assert found.seconds == 12.0 and found.exposed[1]["receive"] == 12.0
 
 
+def test_on_one_way_what_was_sent_first_goes_first() -> None:
+    sender = ("send", 1, 1, 8, 5), ("send", 2, 1, 8, 6)
+    receiver = ("receive", 1, 0, 8, 5), ("receive", 2, 0, 8, 6), ("await", 2), ("await", 1)
+    assert replay([sender, receiver], Prices(background=True)).exposed[1] == {"receive": 4.0}
+
+
 def test_notes_that_do_not_fit_together_are_told() -> None:
     with pytest.raises(ValueError, match="rank 1 is in broadcast, others in all_reduce"):
         replay([both(1, 1), (("begin", 1, "broadcast", (0, 1), 8), ("wait", 1))], Prices())
@@ -131,6 +137,8 @@ def test_ranks_of_one_host_talk_over_its_links_and_others_over_the_slowest_betwe
     assert HOSTS.collective("all_reduce", (0, 2), 64) == 5.0, "over a pair twice as quick"
     assert HOSTS.collective("all_reduce", range(6), 64) == 30.0
     assert HOSTS.collective("all_reduce", (0, 1, 2, 3), 64) == 5.0, "the nearest number of members of two hosts"
+    few = LinkTable("gloo", True, {("all_reduce", 2, 2): ((64, 9.0),), ("all_reduce", 4, 1): ((64, 1.0),)}, per_host=4)
+    assert few.collective("all_reduce", (0, 1), 64) == 1.0, "of other members rather than over other links"
     messages = [HOSTS.message(source, to, 64) for source, to in ((0, 1), (1, 2), (5, 1), (5, 2))]
     assert messages == [0.5, 4.0, 4.0, 8.0]
     assert [HOSTS.pace(rank) for rank in (0, 3, 4, 9)] == [1.0, 1.0, 2.5, 1.0]
