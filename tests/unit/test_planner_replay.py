@@ -83,8 +83,8 @@ def test_messages_of_one_tag_come_in_order_and_of_others_apart() -> None:
 
 def test_on_one_way_what_was_sent_first_goes_first() -> None:
     sender = ("send", 1, 1, 8, 5), ("send", 2, 1, 8, 6)
-    receiver = ("receive", 1, 0, 8, 5), ("receive", 2, 0, 8, 6), ("await", 2), ("await", 1)
-    assert replay([sender, receiver], Prices(background=True)).exposed[1] == {"receive": 4.0}
+    receiver = ("receive", 1, 0, 8, 5), ("receive", 2, 0, 8, 6), ("await", 2), ("work", 1.0), ("await", 1)
+    assert replay([sender, receiver], Prices(background=True)).seconds == 5.0
 
 
 def test_notes_that_do_not_fit_together_are_told() -> None:
