@@ -1,4 +1,4 @@
-"""Workers' entries that step a run and tell how long each step took, without evaluating or saving."""
+"""Workers' entries that step a run and tell how long each step took, without saving."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from stretto.training import form_group, open_run, prepare
 
 
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """Returns seconds of each step, and the peak of memory as ``summary.json`` has it."""
+    """Returns seconds of each step, and the peak of memory as ``summary.json`` has it after an evaluation."""
     order = TrainOrder(**payload)
     group = form_group(context.prepared.plan, context)
     run = open_run(context.prepared, RunOptions(Path(order.run), order.attempt, order.stop_after), context, group)
     seconds = [run.step(batch).seconds for batch in run.batches()]
+    run.evaluate()
     sharers = group.size if group.transport == SHARED_MEMORY else 1
     peak = max(run._peak_bytes, peak_rss_bytes(sharers) - context.imports_rss_bytes)
     return {"seconds": seconds, "peak_bytes": int(group.maximum(float(peak)))}

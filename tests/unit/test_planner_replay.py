@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 
@@ -20,10 +21,10 @@ class Prices:
     background: bool = False
     second: float = 1.0  # pace of rank 1
 
-    def collective(self, kind: str, members: tuple[int, ...], num_bytes: int) -> float:
+    def collective(self, kind: str, members: tuple[int, ...], num_bytes: int, rested: float = 0.0) -> float:
         return 1.0
 
-    def message(self, source: int, to: int, num_bytes: int) -> float:
+    def message(self, source: int, to: int, num_bytes: int, rested: float = 0.0) -> float:
         return 2.0
 
     def pace(self, rank: int) -> float:
@@ -144,8 +145,38 @@ def test_ranks_of_one_host_talk_over_its_links_and_others_over_the_slowest_betwe
     assert [HOSTS.pace(rank) for rank in (0, 3, 4, 9)] == [1.0, 1.0, 2.5, 1.0]
 
 
+BURST = LinkTable(
+    "gloo",
+    True,
+    {("all_reduce", 2, 2): ((8, 1.0), (64, 8.0)), ("all_reduce", 2, 1): ((64, 8.0),), ("message", 2, 2): ((64, 8.0),)},
+    per_host=1,
+    burst_seconds=3.0,
+)
+
+
+def test_a_link_that_has_rested_lets_pass_what_it_has_saved_up() -> None:
+    rests = [0.0, 2.0, 9.0]
+    found = [BURST.collective("all_reduce", (0, 1), 64, rest) for rest in rests]
+    assert found == pytest.approx([8.0, 6.0, 5.0])
+    assert BURST.collective("all_reduce", (0, 1), 8, 9.0) == 1.0, "never under the time of the least"
+    within = dataclasses.replace(BURST, per_host=2)
+    assert within.collective("all_reduce", (0, 1), 64, 9.0) == pytest.approx(8.0), "within a host no rate is held"
+
+
+def test_the_rest_is_from_the_last_call_s_end_to_the_next_one_s_begin() -> None:
+    call = both(8, 1)
+    assert replay([call, call], BURST).seconds == pytest.approx(5.0), "before a step nothing was sent"
+    again = (*call, ("work", 2.0), *both(8, 2))
+    assert replay([again, again], BURST).seconds == pytest.approx(5.0 + 2.0 + 6.0)
+    messages = ("send", 1, 1, 64, 0), ("send", 2, 1, 64, 0), ("await", 1), ("await", 2)
+    receiver = ("receive", 1, 0, 64, 0), ("receive", 2, 0, 64, 0), ("await", 1), ("await", 2)
+    table = dataclasses.replace(BURST, curves={("message", 2, 2): ((8, 1.0), (64, 8.0))})
+    assert replay([messages, receiver], table).seconds == pytest.approx(5.0 + 8.0)
+
+
 def test_a_table_of_hosts_survives_json() -> None:
-    assert LinkTable.from_json(json.loads(json.dumps(HOSTS.to_json()))) == HOSTS
+    for one in (HOSTS, BURST):
+        assert LinkTable.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
 def test_candidates_are_all_plans_of_so_many_workers_and_no_microbatch_is_empty() -> None:

@@ -131,6 +131,7 @@ class _Links(BaseModel):
     curves: list[_Curve]
     per_host: int = Field(default=0, ge=0)
     pairs: list[_Pair] = []
+    burst_seconds: float = Field(default=0.0, ge=0)
 
 
 class _Host(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any, Final
@@ -24,6 +24,8 @@ SIZES: Final = tuple(4**power for power in range(3, 14))  # 64 bytes to 64 MiB
 FEWEST_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 200
 LONG: Final = 0.3  # seconds of a call that needn't be made often, nor with more bytes
 COLD: Final = 2**26  # bytes, more than caches hold
+REST: Final = 0.3  # seconds
+CHANCE: Final = 0.1  # of a call: what it may be quicker by chance
 SECONDS_EACH: Final = 0.08  # of one kind and size
 
 
@@ -72,13 +74,17 @@ def table(group: Group, per_host: int = 0) -> LinkTable:
             for kind, call in _calls(members).items():
                 curves[kind, count, hosts] = _curve(partial(_seconds, group, members, call, memory))
     firsts = [host.index(one) for one in dict.fromkeys(host)]
-    pairs = {(host[a], host[b]): _messages(group, memory, (a, b)) for a, b in combinations(firsts, 2)}
+    burst = _burst(group, memory, curves["all_reduce", group.size, len(firsts)]) if len(firsts) > 1 else 0.0
+    pairs = {
+        (host[a], host[b]): tuple((size, took + min(took, burst)) for size, took in _messages(group, memory, (a, b)))
+        for a, b in combinations(firsts, 2)  # while one sends, the way of the other has a rest
+    }
     if host.count(0) > 1:
         curves["message", 2, 1] = _messages(group, memory, (0, 1))
     if pairs:
         curves["message", 2, 2] = max(pairs.values(), key=lambda curve: curve[-1][1] / curve[-1][0])
     shared = group.transport == SHARED_MEMORY
-    return LinkTable("shared memory" if shared else "gloo", not shared, curves, per_host, pairs)
+    return LinkTable("shared memory" if shared else "gloo", not shared, curves, per_host, pairs, burst_seconds=burst)
 
 
 def _curve(seconds: Callable[[int], float]) -> tuple[tuple[int, float], ...]:
@@ -132,6 +138,36 @@ def _seconds(
         return time.perf_counter() - began
 
     return _median(group, once)
+
+
+def _burst(group: Group, memory: torch.Tensor, curve: Sequence[tuple[int, float]]) -> float:
+    """How much quicker an all-reduce of all is after a rest than right after another; 0 where that may be chance."""
+    found = 0.0
+    for size, took in curve:
+        if took < REST / 10:
+            continue
+        found = _saved(group, _tensors(memory, size, group.size))
+        if found < took / 2:  # else a longer call may save more
+            break
+    return _rounded(found)
+
+
+def _saved(group: Group, tensors: Iterator[torch.Tensor]) -> float:
+    """Seconds, on the member that saves least: all have the same answer."""
+    differences, lasted = [], 0.0
+    for _ in range(LEAST_ROUNDS):
+        time.sleep(REST)
+        group.barrier()
+        took = []
+        for _ in range(2):
+            began = time.perf_counter()
+            group.all_reduce(next(tensors))
+            took.append(time.perf_counter() - began)
+        differences.append(took[1] - took[0])
+        lasted = max(lasted, took[1])
+    differences.sort()
+    likely = differences[1] > CHANCE * lasted  # in all rounds but one
+    return -group.maximum(-(statistics.median(differences) if likely else 0.0))
 
 
 def _messages(group: Group, memory: torch.Tensor, pair: tuple[int, int]) -> tuple[tuple[int, float], ...]:

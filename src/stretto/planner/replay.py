@@ -7,6 +7,7 @@ communication hides come out of the notes, for any strategy.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,11 @@ class Prices(Protocol):
     def background(self) -> bool:
         """Whether calls go on while their rank works; else they do while it waits."""
 
-    def collective(self, kind: str, members: Sequence[int], num_bytes: int) -> float:
-        """Seconds from when all have come."""
+    def collective(self, kind: str, members: Sequence[int], num_bytes: int, rested: float = 0.0) -> float:
+        """Seconds from when all have come, who had sent nothing for ``rested`` seconds."""
 
-    def message(self, source: int, to: int, num_bytes: int) -> float:
-        """Seconds of one message from one rank to another."""
+    def message(self, source: int, to: int, num_bytes: int, rested: float = 0.0) -> float:
+        """Seconds of one message from one rank to another, likewise."""
 
     def pace(self, rank: int) -> float:
         """How long the rank works for what took a second when it was rehearsed."""
@@ -81,7 +82,7 @@ class _Play:
         self._prices = prices
         self._collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
         self._ended: dict[tuple[int, ...], int] = defaultdict(int)
-        self._busy: dict[Any, float] = defaultdict(float)
+        self._busy: dict[Any, float] = {}  # until when: members who talk, or one who sends to another
         self._posted: dict[Any, list[tuple[float, int]]] = defaultdict(list)  # by whoever has come, when
         self._sent: dict[tuple[int, int], list[Any]] = defaultdict(list)  # keys of messages, by who sends to whom
         self._arrived: dict[Any, float] = {}
@@ -128,10 +129,11 @@ class _Play:
             call = self._collectives[members, before]
             if len(call.came) < len(members):
                 return False
-            cost = self._prices.collective(call.kind, members, call.num_bytes)
             begun = max(call.came.values())
+            free = self._busy.get(members, -math.inf)
             if self._prices.background:
-                begun = max(begun, self._busy[members])
+                begun = max(begun, free)
+            cost = self._prices.collective(call.kind, members, call.num_bytes, max(0.0, begun - free))
             call.end = self._busy[members] = begun + cost
             self._ended[members] = before + 1
         call = self._collectives[members, index]
@@ -173,8 +175,9 @@ class _Play:
         source, to, *_ = key
         for other in self._sent[source, to]:
             if other not in self._arrived and len(posted := self._posted[other]) == 2:
-                begun = max(self._busy[source, to], *(clock for clock, _ in posted))
-                cost = self._prices.message(source, to, max(size for _, size in posted))
+                before = self._busy.get((source, to), -math.inf)
+                begun = max(before, *(clock for clock, _ in posted))
+                cost = self._prices.message(source, to, max(size for _, size in posted), begun - before)
                 self._arrived[other] = self._busy[source, to] = begun + cost
             if other == key:
                 break

@@ -26,6 +26,8 @@ class LinkTable:
         pairs: messages between two hosts, by their places, the lower first.
         paces: of each host, how long a rank works there that works a second here; empty: as long.
         note: what a person should know of that.
+        burst_seconds: by how much a call between hosts is quicker, at most, after a rest: a link that is held to a rate
+            lets so much pass at once as it has saved up meanwhile, up to a bound.
     """
 
     transport: str
@@ -35,35 +37,45 @@ class LinkTable:
     pairs: Mapping[tuple[int, int], Curve] = field(default_factory=dict, hash=False)
     paces: tuple[float, ...] = ()
     note: str = ""
+    burst_seconds: float = 0.0
 
-    def collective(self, kind: str, members: Sequence[int], num_bytes: int) -> float:
+    def collective(self, kind: str, members: Sequence[int], num_bytes: int, rested: float = 0.0) -> float:
         """Seconds; of a kind that wasn't measured, those of an all-reduce. What was measured is what the slowest link
-        takes: members who don't use that are quicker in proportion to messages over theirs."""
+        takes: members who don't use that are quicker in proportion to messages over theirs.
+
+        Args:
+            rested: seconds in which they had sent nothing.
+        """
         count = len(members)
         if count < 2:
             return 0.0
         known = [(number, hosts) for one, number, hosts in self.curves if one == kind]
         if not known:
-            return self.collective("all_reduce", members, num_bytes)
+            return self.collective("all_reduce", members, num_bytes, rested)
         on = sorted({self._host(rank) for rank in members})
 
         def far(one: tuple[int, int]) -> tuple[Any, ...]:
             number, hosts = one
             return (hosts > 1) != (len(on) > 1), abs(number - count), abs(hosts - len(on)), one
 
-        seconds = interpolate(self.curves[kind, *min(known, key=far)], num_bytes)
+        curve = self.curves[kind, *min(known, key=far)]
+        seconds = interpolate(curve, num_bytes) if len(on) == 1 else self._after_rest(curve, num_bytes, rested)
         mine = [self.pairs[pair] for pair in combinations(on, 2) if pair in self.pairs]
         if not mine:
             return seconds
         slowest, slow = (max(interpolate(one, num_bytes) for one in pairs) for pairs in (self.pairs.values(), mine))
         return seconds * slow / slowest
 
-    def message(self, source: int, to: int, num_bytes: int) -> float:
-        """Seconds from one rank to another."""
+    def _after_rest(self, curve: Curve, num_bytes: int, rested: float) -> float:
+        whole = interpolate(curve, num_bytes)
+        return max(min(whole, curve[0][1]), whole - min(rested, self.burst_seconds))
+
+    def message(self, source: int, to: int, num_bytes: int, rested: float = 0.0) -> float:
+        """Seconds from one rank to another; ``rested``: seconds in which the one had sent the other nothing."""
         one, other = sorted((self._host(source), self._host(to)))
         if (curve := self.pairs.get((one, other))) is None:
             curve = self.curves.get(("message", 2, 1 if one == other else 2)) or self._any_message()
-        return interpolate(curve, num_bytes)
+        return interpolate(curve, num_bytes) if one == other else self._after_rest(curve, num_bytes, rested)
 
     def pace(self, rank: int) -> float:
         """How long the rank works for what takes a second here."""
@@ -87,15 +99,23 @@ class LinkTable:
         found: dict[str, Any] = {"transport": self.transport, "background": self.background, "curves": curves}
         if self.paces:
             found["paces"] = list(self.paces)
-        return {**found, "per_host": self.per_host, "pairs": pairs} if self.per_host else found
+        several = {"per_host": self.per_host, "pairs": pairs, "burst_seconds": self.burst_seconds}
+        return {**found, **several} if self.per_host else found
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LinkTable:
         """The reverse of :meth:`to_json`; files of one host from before there were several are read as well."""
         curves = {(one["kind"], one["members"], one.get("hosts", 1)): _rows(one) for one in values["curves"]}
         pairs = {(one["between"][0], one["between"][1]): _rows(one) for one in values.get("pairs", ())}
-        paces = tuple(values.get("paces", ()))
-        return cls(values["transport"], values["background"], curves, values.get("per_host", 0), pairs, paces)
+        return cls(
+            values["transport"],
+            values["background"],
+            curves,
+            values.get("per_host", 0),
+            pairs,
+            tuple(values.get("paces", ())),
+            burst_seconds=values.get("burst_seconds", 0.0),
+        )
 
 
 def _columns(curve: Curve) -> dict[str, Any]:
