@@ -69,6 +69,18 @@ def halves(rows: Sequence[Published], source: str) -> None:
             print(f"{source}, halves by {name}: {found[0]:.1f} % and {found[1]:.1f} %", flush=True)
 
 
+def drawn(rows: Sequence[Published], source: str) -> None:
+    """Prints the error on each half of the rows of a source that has one model, drawn three times."""
+    found = []
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(len(rows))
+        for half in (order[::2], order[1::2]):
+            rest = [row for at, row in enumerate(rows) if at not in half]
+            found.append(error([rows[at] for at in half], fit(rest)).mean())
+    told = ", ".join(f"{one:.1f}" for one in found)
+    print(f"{source}, halves drawn: {told}; mean {np.mean(found):.1f} %", flush=True)
+
+
 def leave_out(rows: Sequence[Published], source: str) -> None:
     """Prints the error on each of a source's models, fitted on all others of the set."""
     found = []
@@ -118,8 +130,11 @@ def main() -> None:
         print(f"{device}/{software} ({len(rows)} rows: {sources}): {errors.mean():.1f} %")
         print(f"  {written[f'{device}/{software}']}")
         for source in sorted({row.source for row in rows}):
+            own = [row for row in rows if row.source == source]
             if source == "vtrain_single":
-                halves([row for row in rows if row.source == source], source)
+                halves(own, source)
+            elif len({row.name for row in rows}) == 1:
+                drawn(own, source)
             else:
                 leave_out(rows, source)
     without(sets, fitted)

@@ -13,11 +13,11 @@ from stretto.errors import UserError
 from stretto.plan import RECOMPUTE, Plan
 from stretto.planner.candidates import candidates
 from stretto.planner.replay import Prices
+from stretto.planner.risk import probability_over
 
 if TYPE_CHECKING:
     from stretto.rehearse import Rehearsals
 
-SPREAD: Final = 0.03  # of a measured peak over the predicted one (standard deviation; benchmarks/planner/here.py)
 UNSEEN: Final = "not looked at"
 RISK: Final = 0.5  # of not fitting, from which on a plan isn't chosen
 
@@ -68,13 +68,6 @@ class Choice:
             return cls(values["plan"], refused=values["refused"])
         keys = ("plan", "step_seconds", "work_seconds", "exposed_seconds", "memory_bytes", "probability_over")
         return cls(*(values[key] for key in keys))
-
-
-def probability_over(memory_bytes: float, limit: float | None, spread: float = SPREAD) -> float:
-    """That a worker needs more than it may have; the logarithm of the error is taken to be normal."""
-    if limit is None:
-        return 0.0
-    return 0.5 * math.erfc(math.log(limit / max(1.0, memory_bytes)) / spread / math.sqrt(2))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ is said to need counts from where a run's summary counts it. Who asks needs no t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from stretto.errors import UserError
 from stretto.launch import Job, JobResult, LocalLauncher, WorkerContext
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
-from stretto.preload import preloads
 
 NO_LINKS = LinkTable("nothing", background=False, curves={})
 
@@ -85,12 +84,13 @@ def predict(launcher: LocalLauncher, wanted: Wanted, tell: Callable[[Choice], No
 
 def prepare(payload: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """On the host: loads the task and looks at its plans."""
-    from stretto.rehearse import RehearsalError, Rehearsals
+    from stretto.rehearse import ANY_PLAN, RehearsalError, Rehearsals
 
     links, corrections = LinkTable.from_json(payload["links"]), Corrections(**payload["corrections"])
     wanted = Wanted(**{**payload, "links": links, "corrections": corrections})
     plans = [Plan.parse(text) for text in wanted.plans]
-    rehearsals = Rehearsals.of(Path(wanted.task), wanted.sets, ahead=_ahead(plans), apart=links.background)
+    loaded = plans or ANY_PLAN
+    rehearsals = Rehearsals.of(Path(wanted.task), wanted.sets, plans=loaded, apart=links.background)
     planner = Planner(rehearsals, links, wanted.limit, corrections)
 
     def tell(one: Choice) -> None:
@@ -112,9 +112,3 @@ def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """The worker's entry: what the host has found."""
     found: dict[str, Any] = context.prepared
     return found
-
-
-def _ahead(plans: Sequence[Plan]) -> tuple[str, ...]:
-    """What workers of these plans have loaded before they are forked; of all plans, where none are named."""
-    found = [name for plan in plans for name in preloads(plan)]
-    return tuple(dict.fromkeys(found or [*preloads(Plan(dp=2, zero=3)), *preloads(Plan(tp=2))]))

@@ -37,12 +37,14 @@ from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.planner.replay import Event, Prices, Replayed, replay
+from stretto.preload import preloads
 from stretto.step import Stepper
 from stretto.task import Task, load_task
 from stretto.terms import Terms
 
 WARM: Final = 2  # steps that aren't looked at: memory and caches are cold
 STEPS: Final = 5
+ANY_PLAN: Final = (Plan(dp=2, zero=3), Plan(tp=2))  # between them they need all that any plan does
 
 
 class RehearsalError(UserError):
@@ -97,7 +99,7 @@ class Rehearsals:
         path: Path,
         settings: Mapping[str, Any] | None = None,
         *,
-        ahead: Sequence[str] = (),
+        plans: Sequence[Plan] = ANY_PLAN,
         apart: bool = False,
         cores: int | None = None,
     ) -> Rehearsals:
@@ -105,11 +107,11 @@ class Rehearsals:
         threads: their pool would not survive the fork of the ranks.
 
         Args:
-            ahead: modules that a run's workers have loaded before the model is built.
+            plans: what workers of these have loaded before the fork is loaded before; usually all that there is.
             cores: all that this process may use, where none are given.
         """
         set_threads(1)
-        for name in ahead:
+        for name in dict.fromkeys(name for plan in plans for name in preloads(plan)):
             importlib.import_module(name)
         first = _Player(lambda said: said.say(rss_bytes()))  # as a worker: forked, without what it hasn't touched
         try:

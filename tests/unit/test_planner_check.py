@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from stretto.cli.app import app
 from stretto.cli.plan import _COLUMNS
-from stretto.planner import accuracy
+from stretto.planner import accuracy, hardware
 from stretto.planner.accuracy import Accuracy, judge, predict_memory
 from stretto.planner.hardware import find_device
 from stretto.planner.published import Published, read_rows
@@ -126,8 +126,8 @@ def test_a_figure_of_memory_is_what_the_row_says_it_is(tmp_path: Path) -> None:
 
 
 def test_a_first_stage_is_judged_by_itself(tmp_path: Path) -> None:
-    wide = changed(PLAYBOOK, model={"vocab": 500_000}, parallel={"pp": 2, "zero": 1})
-    wide = changed(wide, batch={"micro": 4, "global": 32, "grad_accum": 1})
+    wide = changed(PLAYBOOK, model={"vocab": 500_000}, parallel={"dp": 4, "pp": 2, "zero": 1})
+    wide = changed(wide, batch={"micro": 4, "global": 16, "grad_accum": 1})
     anywhere = changed(wide, notes="")
     (first, worst), over = predict_memory(good(tmp_path, wide, anywhere))
     assert worst > 1.5 * first
@@ -138,6 +138,11 @@ def test_a_first_stage_is_judged_by_itself(tmp_path: Path) -> None:
 def test_a_device_has_nearly_the_bytes_that_its_name_says() -> None:
     for name, mebibytes in (("H100", 81559), ("H200", 143771), ("V100", 32510), ("GH200", 97871)):
         assert find_device(name).memory_bytes == pytest.approx(mebibytes * 2**20, rel=0.005)
+
+
+def test_no_two_devices_have_a_name_in_common() -> None:
+    names = [(key, name) for key, one in hardware._known().items() for name in (key, *one["aliases"])]
+    assert [find_device(f"NVIDIA {name} (DGX)").name for _, name in names] == [key for key, _ in names]
 
 
 def test_a_measured_layer_and_a_stated_cut_are_used(tmp_path: Path) -> None:
@@ -209,12 +214,12 @@ def test_a_plan_that_would_not_fit_is_not_chosen(tmp_path: Path, monkeypatch: py
     )
     found = judged(tmp_path, *rows)[0]
     assert (found.regret_p90, found.regret_cells) == (0.0, 100.0)
-    monkeypatch.setattr(accuracy, "probability_over", lambda memory, limit: 0 * memory.total)
+    monkeypatch.setattr(accuracy, "probability_over", lambda *_: 0.0)
     found = judged(tmp_path, *rows)[0]
     assert found.regret_p90 == pytest.approx(200.0)
     assert found.regret_cells == 0.0
     # Where none is predicted to fit, the likeliest to is chosen.
-    monkeypatch.setattr(accuracy, "probability_over", lambda memory, limit: 1 - 1 / memory.total)
+    monkeypatch.setattr(accuracy, "probability_over", lambda memory, *_: 1 - 1 / memory)
     assert judged(tmp_path, *rows)[0].regret_p90 == pytest.approx(100 / 3)
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from stretto.planner.constants import Constants
+from stretto.planner.described import Described
+from stretto.planner.hardware import Machines, find_device
 from stretto.planner.memory import (
     ALLOCATOR,
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,
-    SPREAD,
     Memory,
     peak_memory,
-    probability_over,
 )
+from stretto.planner.risk import DESCRIBED, MOST_RISK, REHEARSED, most_bytes, probability_over
+from stretto.planner.score import Scorer
 from stretto.planner.setups import SCHEDULES, Setups
 from stretto.planner.software import Activations, Software, States, read_software
+from stretto.planner.space import Space
 from stretto.planner.transformer import Transformer
 
 MODEL = Transformer(layers=8, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=1000, tied=True)
@@ -108,9 +113,7 @@ def test_half_of_the_products_are_computed_again_where_selective_means_that() ->
 def test_gathered_inputs_are_whole_where_they_are_kept() -> None:
     parts = {"tp": 4, "parallel_sequence": True}
     more = 2 * 2 * 512 * TOKENS * (1 - 1 / 4) * 8
-    by = {
-        gathered: Software(activations=Activations(gathered=gathered)) for gathered in ("never", "behind", "always")
-    }
+    by = {gathered: Software(activations=Activations(gathered=gathered)) for gathered in ("never", "behind", "always")}
     never = memory(by["never"], **parts).activations[0]
     assert memory(by["always"], **parts).activations[0] - never == pytest.approx(more)
     assert memory(by["behind"], **parts).activations[0] - never == pytest.approx(more)
@@ -224,10 +227,25 @@ def test_many_setups_at_once_are_each_alone() -> None:
 
 
 def test_probability_is_of_a_normal_logarithm() -> None:
-    found = memory()
     for share in (0.5, 0.8, 0.97, 1.0, 1.02, 1.3, 3.0):
-        said = probability_over(found, float(found.total[0]) / share)[0]
-        assert said == pytest.approx((1 + math.erf(math.log(share) / SPREAD / math.sqrt(2))) / 2, abs=1e-6)
+        for spread in (REHEARSED, DESCRIBED):
+            said = probability_over(7e9 * share, 7e9, spread)
+            assert said == pytest.approx((1 + math.erf(math.log(share) / spread / math.sqrt(2))) / 2, rel=1e-12)
+            if 0.01 < said < 0.99:
+                assert most_bytes(7e9, said, spread) == pytest.approx(7e9 * share)
+    assert probability_over(7e9, None) == 0.0
+    assert probability_over(0.0, 7e9) == 0.0
+    assert most_bytes(7e9, 1.0, DESCRIBED) == math.inf
+
+
+def test_what_may_be_proposed_is_what_is_likely_enough_to_fit() -> None:
+    large = replace(MODEL, layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152)
+    space = Space(Described(large, 2048), Machines(find_device("A100"), 64), 256, Software())
+    scorer = Scorer(space, Constants())
+    found = scorer.memory(space.cores)
+    fits = scorer.fits(found)
+    assert 0 < fits.sum() < len(fits)
+    np.testing.assert_array_equal(fits, scorer.risk(found) <= MOST_RISK)
 
 
 def test_facts_are_known_of_every_system_and_a_slip_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import pytest
 
 from stretto.planner import MEANINGS, Constants, Machines, Setups, Transformer, find_constants, find_device, step_time
 from stretto.planner.collectives import Links
-from stretto.planner.constants import likely, read_sets
+from stretto.planner.constants import FALL, likely, read_sets
 from stretto.planner.layer import (
     BACKWARD_KERNELS,
     EIGHTH_MESSAGES,
     FORWARD_KERNELS,
     KERNEL_SECONDS,
     SHOWN,
+    SLOWER,
     SOFTMAX_PARTS,
     UNALIGNED,
     LayerModel,
@@ -85,24 +86,28 @@ def test_a_vocabulary_that_is_not_aligned_is_slow_on_one_rank_and_filled_up_on_s
     assert layer(model=odd, tp=2).head[0] == pytest.approx(layer(tp=2).head[0], rel=0.02)
 
 
-def test_messages_are_rings_beside_a_latency_that_nothing_hides() -> None:
+def test_messages_are_rings_beside_a_latency_that_only_launches_hide() -> None:
     slow = Constants(1, 1, 1, 1e-9, 0, 0.5, 1, 1e-3)
     ring = 2 * 7 / 8 * 2 * 4 * 2048 * 4096 / (0.5 * A100.link_rate)
     assert layer(slow, tp=8).messages[0] == pytest.approx(4 * (ring + 3e-3))
     assert layer(slow, tp=8, full=True).messages[0] == pytest.approx(6 * (ring + 3e-3))
     assert layer(slow, tp=8, hidden=True).messages[0] == pytest.approx(4 * (SHOWN * ring + 3e-3))
     assert layer(slow, tp=1).messages[0] == 0
-    bound = Constants(1, 1, 1, 1.0, 0, 0.5, 1, 1e-3)  # by launches; a message's latency comes on top
-    assert layer(bound, tp=8).layer[0] == pytest.approx(3.0 + 4 * 3e-3)
+    waits = layer(slow, tp=8).layer[0] - layer(replace(slow, latency_seconds=1e-12), tp=8).layer[0]
+    assert waits == pytest.approx(4 * 3e-3)
+    bound = Constants(1, 1, 1, 1.0, 0, 0.5, 1, 1e-3)  # by launches, behind which a message's latency goes
+    assert layer(bound, tp=8).layer[0] == pytest.approx(3.0 * (1 + 3 * SLOWER))
 
 
 def test_a_layer_takes_at_least_its_launches() -> None:
     slow = Constants(1, 1, 1, 0.5, 0, 1, 1, 1e-12)
     assert layer(slow).layer[0] == pytest.approx(1.5)
     assert layer(slow, full=True).layer[0] == pytest.approx(2.0)
-    assert layer(slow, flash=False, micro=1, tp=8).layer[0] == pytest.approx(1.5)  # 4 heads: one kernel's softmax
-    assert layer(slow, flash=False, micro=1, tp=16).layer[0] == pytest.approx(1.5 * SOFTMAX_PARTS)
-    assert layer(slow, flash=True, micro=1, tp=16).layer[0] == pytest.approx(1.5)
+    assert layer(slow, flash=False, micro=1, tp=8).layer[0] == pytest.approx(
+        1.5 * (1 + 3 * SLOWER)
+    )  # 4 heads: one kernel's softmax
+    assert layer(slow, flash=False, micro=1, tp=16).layer[0] == pytest.approx(1.5 * SOFTMAX_PARTS * (1 + 4 * SLOWER))
+    assert layer(slow, flash=True, micro=1, tp=16).layer[0] == pytest.approx(1.5 * (1 + 4 * SLOWER))
 
 
 def test_hosts_hold_up_layers_whose_messages_leave_them() -> None:
@@ -138,6 +143,32 @@ def test_an_update_reads_and_writes_its_parameters_once() -> None:
     assert cut == pytest.approx(whole / 8)
 
 
+def test_ranks_that_update_a_part_gather_weights_among_those_that_have_the_others() -> None:
+    """Four hosts: sums pass between them either way, weights only where parts lie in more than one."""
+    machines = Machines(A100, 32)
+    plans = [{}, {"zero": 1}, {"zero": 1, "shard": 8}, {"zero": 1, "gradient_bytes": 4}]
+    whole, cut, group, wide = step_time(
+        MODEL, machines, FREE, Setups.of([{**ONE, "dp": 32, **plan} for plan in plans]), "bf16"
+    ).data
+    num_bytes = 2 * MODEL.parameters
+    inside, between = 7 / 8 * num_bytes / A100.link_rate, 3 / 4 * num_bytes / 8 / machines.network_rate
+    held = pytest.approx(2 * (inside + between), rel=1e-3)
+    assert whole == held
+    assert cut == held, "an all-reduce is a scatter and a gather"
+    assert group == held, "so it is of both halves, by whatever ranks"
+    assert wide == pytest.approx(3 * (inside + between), rel=1e-3), "weights have two bytes, whatever gradients have"
+
+
+def test_gradients_that_go_beside_the_last_backward_leave_the_weights() -> None:
+    machines = Machines(A100, 32)
+    plans = [{"zero": 1, "shard": shard, "overlapped": True, "micro": 32} for shard in (32, 8)]
+    found = step_time(MODEL, machines, FREE, Setups.of([{**ONE, "dp": 32, **plan} for plan in plans]), "bf16").data
+    num_bytes = 2 * MODEL.parameters
+    inside, between = 7 / 8 * num_bytes / A100.link_rate, 3 / 4 * num_bytes / 8 / machines.network_rate
+    assert found[0] == pytest.approx(inside + between, rel=1e-3)
+    assert found[1] == pytest.approx(inside, rel=1e-3)
+
+
 def test_each_constant_has_a_meaning_and_no_share_is_over_all_there_is() -> None:
     assert [field.name for field in fields(Constants)] == list(MEANINGS)
     assert len(MEANINGS) <= 8
@@ -154,7 +185,7 @@ def test_a_constant_that_means_nothing_is_refused() -> None:
         Constants(inside=math.nan)
 
 
-def test_constants_of_what_has_no_set_are_those_of_the_nearest() -> None:
+def test_constants_of_what_has_no_set_are_those_of_the_same_system_nearby_or_of_all() -> None:
     sets = {
         "A100-SXM4-80GB/megatron-lm": Constants(matmul=0.1),
         "A100-SXM4-80GB/nanotron": Constants(matmul=0.2),
@@ -170,10 +201,23 @@ def test_constants_of_what_has_no_set_are_those_of_the_nearest() -> None:
     assert matmul("A100-PCIE-80GB", "megatron-lm") == 0.1  # that system on its family
     assert matmul("A100-SXM4-40GB", "megatron-lm") == 0.1
     assert matmul("A100-PCIE-80GB", "nanotron") == pytest.approx(0.3)
-    assert matmul("A100-SXM4-80GB", "torchtitan") == pytest.approx(0.15)  # others on the device
-    assert matmul("A100-PCIE-80GB", "torchtitan") == 0.2  # others on its family
-    assert matmul("B200-SXM-180GB", "nanotron") == 0.4  # all
+    scaled = [0.1, 0.2, 0.4, 0.5 * (989 / 312) ** FALL, 0.9 * (125 / 312) ** FALL]
+    assert matmul("A100-SXM4-80GB", "torchtitan") == pytest.approx(sorted(scaled)[2])  # all, as they would be on it
+    faster = (A100.peak["bf16"] / find_device("B200").peak["bf16"]) ** FALL
+    assert matmul("B200-SXM-180GB", "nanotron") == pytest.approx(sorted(scaled)[2] * faster)
     assert likely("B200-SXM-180GB", "nanotron", {}) == Constants()
+
+
+def test_shares_fall_as_rates_rise_and_other_constants_stay() -> None:
+    one = Constants(0.9, 0.4, 0.9, 2e-3, 1e-4, 0.6, 0.4, 3e-5)
+    v100, h100 = (find_device(name) for name in ("V100", "H100"))
+    found = likely(h100.name, "nanotron", {f"{v100.name}/nanotron": one})
+    falls = [h100.peak["bf16"] / v100.peak["fp16"]] * 2 + [h100.memory_rate / v100.memory_rate]
+    for name, fall in zip(("matmul", "attention", "memory"), falls, strict=True):
+        assert getattr(found, name) == pytest.approx(getattr(one, name) * fall**-FALL)
+    kept = ("launch_seconds", "stall_seconds", "inside", "between", "latency_seconds")
+    assert [getattr(found, name) for name in kept] == [getattr(one, name) for name in kept]
+    assert likely(v100.name, "nanotron", {f"{h100.name}/nanotron": one}).matmul == 1.0, "no share is over all there is"
 
 
 def test_a_set_that_there_is_is_taken_as_it_is() -> None:

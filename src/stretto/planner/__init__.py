@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from stretto.planner.constants import MEANINGS, Constants, find_constants
 from stretto.planner.hardware import Device, Machines, find_device
-from stretto.planner.published import Published, read_rows
 from stretto.planner.setups import Setups
 from stretto.planner.step import StepTime, step_time
 from stretto.planner.transformer import Transformer
@@ -14,12 +13,10 @@ __all__ = [
     "Constants",
     "Device",
     "Machines",
-    "Published",
     "Setups",
     "StepTime",
     "Transformer",
     "find_constants",
     "find_device",
-    "read_rows",
     "step_time",
 ]

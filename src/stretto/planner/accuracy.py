@@ -13,8 +13,9 @@ import numpy as np
 from stretto.planner.collectives import Links
 from stretto.planner.constants import Constants, find_constants
 from stretto.planner.layer import LayerModel
-from stretto.planner.memory import MOST_RISK, Memory, peak_memory, probability_over
+from stretto.planner.memory import Memory, peak_memory
 from stretto.planner.published import Published
+from stretto.planner.risk import DESCRIBED, MOST_RISK, probability_over
 from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.software import read_software
 from stretto.planner.step import step_time
@@ -89,7 +90,8 @@ def predict_memory(rows: Sequence[Published], sets: Sets = find_constants) -> tu
             first: peak_memory(row.model, setups, software, row.cut, row.layer_bytes, first, behind)
             for first in (False, True)
         }
-        over[indices] = probability_over(every[False], row.device.memory_bytes)
+        limit = row.device.memory_bytes
+        over[indices] = [probability_over(each, limit, DESCRIBED) for each in every[False].total]
         for place, at in enumerate(indices):
             told[at] = getattr(every[rows[at].memory_first], rows[at].memory_kind)[place]
     return told, over

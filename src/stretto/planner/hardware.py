@@ -87,13 +87,14 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+@cache
 def find_device(name: str) -> Device:
-    """A device by its name or one that people use for it; what stands in brackets is passed over.
+    """A device by its name or one that people use for it; what stands in brackets, and its maker, is passed over.
 
     Raises:
         UserError: there is none of that name; the nearest is offered.
     """
-    wanted = _plain(re.sub(r"\(.*?\)", "", name))
+    wanted = _plain(re.sub(r"\(.*?\)|\b(nvidia|tesla)\b", "", name, flags=re.IGNORECASE))
     for key, one in _known().items():
         if wanted in map(_plain, (key, *one["aliases"])):
             peak = {precision: 1e12 * rate for precision, rate in one["peak_tflops"].items()}

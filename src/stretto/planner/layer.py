@@ -8,6 +8,7 @@ are cut small. Flops and bytes follow arXiv 2205.05198, section 4, and 2104.0447
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -25,8 +26,17 @@ UNALIGNED = 0.3
 SOFTMAX_HEADS, SOFTMAX_PARTS = 4, 1.3
 EIGHTH_MESSAGES = 0.75  # of the bytes: half of what is gathered, all of what is summed
 SHOWN = 0.6  # of messages that go in pieces beside products: the first and the last piece, and what they slow down
+SLOWER = 0.08  # of a host's launches, for each doubling of the ranks that wait for the slowest
 _CONVERTED = 3  # bytes that an element of an operand is read and written beside its product
 _HEAD_BYTES = 28  # that an element of the logits is read and written, all passes of the loss together
+
+
+@cache
+def _shares() -> tuple[float, ...]:
+    """Of the rate, by the bytes that a row of a matrix is over the largest multiple."""
+    return tuple(
+        next((share for multiple, share in ALIGNED if rest % multiple == 0), UNALIGNED) for rest in range(ALIGNED[0][0])
+    )
 
 
 @dataclass(frozen=True)
@@ -73,8 +83,8 @@ class LayerModel:
         beside = np.where(one.hidden, SHOWN, 1.0) * np.where(self._gathers_eighth(one), EIGHTH_MESSAGES, 1.0)
         messages = times * passed * beside + self._around(one)
         launch = self._launch(one)
-        device = forward + again + backward + messages
-        layer = np.maximum(device, launch) + times * waited
+        device = forward + again + backward + messages + times * waited
+        layer = np.maximum(device, launch)
         head, embedding = self._head(one) + passed + waited, self._embedding(one) + passed + waited
         return LayerTime(layer, messages + times * waited, launch, device > launch, head, embedding)
 
@@ -97,6 +107,7 @@ class LayerModel:
         constants, host = self._links.constants, self._machines.per_host
         parts = ~one.flash & ((one.micro * self._model.heads / one.tp) % SOFTMAX_HEADS != 0)
         launch = constants.launch_seconds * (3.0 + one.full) * np.where(parts, SOFTMAX_PARTS, 1.0)
+        launch = launch * (1 + SLOWER * np.log2(one.tp))
         leaves = (one.pp > 1) & (one.dp * one.cp * one.tp * one.pp > host) & (one.tp > 1)
         stall = np.where(leaves, 3.0, 0.0) + np.where(one.tp > host, 0.15 * one.tp / host, 0.0)
         return launch + stall * one.tp * constants.stall_seconds
@@ -111,10 +122,9 @@ class LayerModel:
     @staticmethod
     def _whole(size: Array, one: Setups) -> Array:
         """The share of the rate that is left by matrix rows of that many elements."""
-        found = np.full_like(one.tp, UNALIGNED)
-        for multiple, share in reversed(ALIGNED):
-            found = np.where(size * one.compute_bytes % multiple == 0, share, found)
-        return found
+        rest = size * one.compute_bytes % ALIGNED[0][0]  # all that the smaller ones need: they divide the largest
+        places = rest.astype(np.int64)
+        return np.where(places == rest, np.array(_shares())[places], UNALIGNED)
 
     def _linears(self, one: Setups) -> Array:
         model, tokens, whole = self._model, one.tokens, np.full_like(one.tp, self._model.hidden)

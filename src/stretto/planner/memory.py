@@ -7,7 +7,6 @@ can't be: what the allocator holds beside what is in use, and what communication
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -24,10 +23,6 @@ ALLOCATOR = 0.1  # of activations: blocks that are rounded up, or free where the
 COMMUNICATION_BYTES = 3.9e9  # of a device that talks with others: buffers of its communicators, beside tensors
 CONTEXT_BYTES = 6e8  # of the driver and of loaded kernels: what a device shows of a process that has computed once
 GATHERED_LAYERS = 3  # of zero=3: one at work, one that comes, one whose gradients leave
-# Standard deviation of the logarithm of measured over predicted: 1.48 x the median of 391 runs of one system is 0.09,
-# of others 0.01 to 0.06; and of all spreads, 0.1 makes those runs' coming through or not likeliest.
-SPREAD = 0.1
-MOST_RISK = 0.2  # of plans that are proposed: the probability that they don't fit
 _STOCK: Final = Software()
 _GPIPE: Final = SCHEDULES.index("gpipe")
 
@@ -99,19 +94,6 @@ def peak_memory(
     for other in every[1:] if not first else ():
         found = _larger(found, other)
     return found
-
-
-def probability_over(memory: Memory, limit_bytes: float) -> Array:
-    """How likely each setup needs more than a device has: predictions' errors are log-normal, by ``SPREAD``."""
-    return _normal(np.log(memory.total / limit_bytes) / SPREAD)
-
-
-def _normal(x: Array) -> Array:
-    """The normal distribution, to 1e-7 (Abramowitz and Stegun, 26.2.17)."""
-    t = 1 / (1 + 0.2316419 * np.abs(x))
-    terms = (0.319381530, -0.356563782, 1.781477937, -1.821255978, 1.330274429)
-    tail = np.exp(-x * x / 2) / math.sqrt(2 * math.pi) * sum(term * t**at for at, term in enumerate(terms, 1))
-    return np.where(x > 0, 1 - tail, tail)
 
 
 def _larger(one: Memory, other: Memory) -> Memory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,11 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from stretto.errors import UserError
 from stretto.planner.cut import Stages
 from stretto.planner.hardware import Device, Machines, find_device
+from stretto.planner.rows import Batch, Model, Parallel, Result, Row, read_lines
+from stretto.planner.setups import SCHEDULES
 from stretto.planner.software import Software, read_software
 from stretto.planner.transformer import Transformer
 
@@ -34,70 +35,26 @@ SOFTWARE: Final = MappingProxyType(
 )
 _NAMED: Final = (
     ("megatron-deepspeed", "megatron-deepspeed"),
+    *(("nemo", "megatron-core"), ("megatron-core", "megatron-core"), ("megatron core", "megatron-core")),
     *(("nanotron", "nanotron"), ("foundry", "llm-foundry"), ("internevo", "internevo"), ("torchtitan", "torchtitan")),
 )
 # What rows say of recomputation and their times refute: with it, layers of vTrain's single hosts would have their
 # products at over the peak rate of the device, whatever else they do.
 _REFUTED: Final = frozenset({"vtrain_single"})
-_FALLBACK: Final = "megatron-lm"
+# Of what names nothing: on these devices what wrote attention's square to memory, elsewhere what came after it.
+_OLDER: Final = frozenset({"volta", "ampere"})
+_RECOMPUTE: Final = ("none", "full", "selective")
+_KNOWN_SCHEDULES: Final = MappingProxyType(
+    {"1f1b": "1f1b", "1f1b-i": "1f1b", "interleaved": "1f1b", "gpipe": "gpipe", "afab": "gpipe", "zb-h1": "zero-bubble"}
+)
 _WIDE: Final = ("fp32", "tf32")  # elements of 4 bytes
 # Words by which rows say what a figure of memory means; a source that has others, of a figure that can't be else.
 _KINDS: Final[tuple[tuple[str, Kind], ...]] = (
     ("nvidia-smi", "total"),
-    ("nvidia_smi", "total"),
     ("reserved", "reserved"),
     ("allocated", "allocated"),
 )
 _KNOWN_KINDS: Final[Mapping[str, Kind]] = MappingProxyType({"bigscience_bloom_tuning": "total"})  # 80 of 80 GB
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-
-
-class _Model(_Part):
-    name: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int | None = None
-    kv_heads: int | None = None
-    vocab: int | None = None
-    mlp: str | None = None
-    tied_embeddings: bool | None = None
-    pos: str | None = None
-
-
-class _Hardware(_Part):
-    gpu: str
-    count: int
-    per_node: int | None = None
-    inter: str | None = None
-
-
-class _Parallel(_Part):
-    dp: int
-    tp: int
-    pp: int
-    cp: int | None = 1
-    ep: int | None = 1
-    zero: int | None = None
-    interleave: int | None = None
-    sp: bool | None = None
-    schedule: str | None = None
-    stage_layers: list[int] | None = None
-    async_tp: bool | None = None
-
-
-class _Batch(_Part):
-    micro: int
-    seq: int
-    global_: int
-    grad_accum: int | None = None
-
-    @classmethod
-    def read(cls, values: dict[str, Any]) -> _Batch:
-        return cls(**{key: value for key, value in values.items() if key != "global"}, global_=values["global"])
 
 
 @dataclass(frozen=True)
@@ -145,29 +102,15 @@ def read_rows(path: Path) -> Iterator[tuple[str, Published | str]]:
     Raises:
         UserError: the file can't be read, or a line is no JSON object.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from error
-    rows = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = read_lines(path)
     layers = _measured_layers(rows)
     for row in rows:
-        yield str(row.get("source", "")), _read(row, layers)
+        source = row.get("source")
+        yield source if isinstance(source, str) else "", _read(row, layers)
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}")
-    return row
-
-
-def _layer_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    wide = _precision(str(row.get("precision", ""))) in _WIDE
-    return row["model"]["name"], row["parallel"]["tp"], row["batch"]["seq"], wide
+def _layer_key(name: str, tp: int, sequence: int, wide: bool) -> tuple[Any, ...]:
+    return name, tp, sequence, wide
 
 
 def _measured_layers(rows: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], float]:
@@ -175,60 +118,76 @@ def _measured_layers(rows: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], fl
     found = {}
     for row in rows:
         try:
-            tokens = row["batch"]["micro"] * row["batch"]["seq"]
-            found[_layer_key(row)] = float(row["result"]["layer_act_mem_bytes"]) / tokens
-        except (KeyError, TypeError, ValueError):
+            batch, wide = row["batch"], _precision(str(row.get("precision", ""))) in _WIDE
+            key = _layer_key(row["model"]["name"], row["parallel"]["tp"], batch["seq"], wide)
+            found[key] = float(row["result"]["layer_act_mem_bytes"]) / (batch["micro"] * batch["seq"])
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             continue
     return found
 
 
-def _read(row: dict[str, Any], layers: Mapping[tuple[Any, ...], float]) -> Published | str:
-    if row.get("kind") == "microbench":
+def _read(values: dict[str, Any], layers: Mapping[tuple[Any, ...], float]) -> Published | str:
+    if values.get("kind") == "microbench":
         return "a part of a step, not a step"
     try:
-        model, hardware = _Model(**row["model"]), _Hardware(**row["hardware"])
-        parallel, batch = _Parallel(**row["parallel"]), _Batch.read(row["batch"])
-        device = find_device(hardware.gpu)
-    except (KeyError, TypeError, ValidationError) as error:
-        return f"a field is missing or isn't of its kind: {_first(error)}"
+        row = Row.model_validate(values)
+        device = find_device(row.hardware.gpu)
+    except ValidationError as error:
+        return f"a field is missing or isn't of its kind: {'.'.join(map(str, error.errors()[0]['loc']))}"
     except UserError as error:
         return str(error)
-    if None in (model.vocab, model.heads):
-        return f"{'vocab' if model.vocab is None else 'heads'} isn't said"
-    if (parallel.cp or 1) > 1 or (parallel.ep or 1) > 1:
-        return "context and expert parallelism aren't predicted yet"
-    result = row.get("result") or {}
-    accumulated = parallel.dp * batch.micro * (batch.grad_accum or 0)
-    if result.get("status") is not None and accumulated not in (0, batch.global_):
-        return "its batch isn't its microbatches, which alone may have stopped it"
-    software = SOFTWARE.get(row.get("source", "")) or _software_of(str(row.get("notes", "")))
-    if software == "torchtitan" and "torch.compile" in str(row.get("notes", "")):
+    odd, precision, source = _odd(row), _precision(row.precision), row.source or ""
+    if odd or precision is None:
+        return odd or f"precision {row.precision!r} isn't known"
+    model, hardware, result, notes = row.model, row.hardware, row.result, row.notes or ""
+    software = SOFTWARE.get(source) or _software_of(notes, device)
+    if software == "torchtitan" and "torch.compile" in notes:
         software = "torchtitan-compiled"
-    system = read_software()[software]
-    per_host = hardware.per_node or 8
+    system, per_host = read_software()[software], hardware.per_node or 8
     network = _network(hardware.inter, per_host) or device.network_rate
-    machines = Machines(device, hardware.count, per_host, network)
     return Published(
-        source=str(row.get("source", "")),
+        source=source,
         name=model.name,
-        model=_transformer(model, batch),
-        machines=machines,
-        precision=_precision(str(row.get("precision", ""))),
+        model=_transformer(model, row.batch),
+        machines=Machines(device, hardware.count, per_host, network),
+        precision=precision,
         software=software,
         stages=system.stages,
-        setup=_setup(row, parallel, batch, system),
-        seconds=result.get("iter_s"),
+        setup=_setup(row, system, precision in _WIDE),
+        seconds=result.iter_s,
         memory_bytes=_memory(result),
-        memory_kind=_memory_kind(row, result),
-        memory_first="rank 0" in str(row.get("notes", "")),
-        cut=_stages(parallel, model.layers),
-        layer_bytes=layers.get(_layer_key(row)),
-        fits=result.get("status") is None,
-        certain="crash" not in str(result.get("status", "")),
+        memory_kind=_memory_kind(source, result, notes),
+        memory_first="rank 0" in notes,
+        cut=_stages(row.parallel, model.layers),
+        layer_bytes=layers.get(_layer_key(model.name, row.parallel.tp, row.batch.seq, precision in _WIDE)),
+        fits=result.status is None,
+        certain="crash" not in (result.status or ""),
     )
 
 
-def _transformer(model: _Model, batch: _Batch) -> Transformer:
+def _odd(row: Row) -> str:
+    """Why the row can't be predicted though its fields are what they must be; empty: it can."""
+    model, parallel, batch = row.model, row.parallel, row.batch
+    if model.vocab is None or model.heads is None:
+        return f"{'vocab' if model.vocab is None else 'heads'} isn't said"
+    if (parallel.cp or 1) > 1 or (parallel.ep or 1) > 1:
+        return "context and expert parallelism aren't predicted yet"
+    if parallel.world_size != row.hardware.count:
+        return f"dp x tp x pp is {parallel.world_size}, and it had {row.hardware.count} devices"
+    if parallel.dp % parallel.shard:
+        return f"zero_group {parallel.shard} doesn't divide dp {parallel.dp}"
+    if batch.samples < parallel.dp * batch.micro:
+        return "its batch is less than one microbatch of each rank"
+    if row.result.status is not None and parallel.dp * batch.micro * (batch.grad_accum or 0) not in (0, batch.samples):
+        return "its batch isn't its microbatches, which alone may have stopped it"
+    if not row.recompute.startswith(_RECOMPUTE):
+        return f"recompute {row.recompute!r} isn't known"
+    if parallel.pp > 1 and _schedule(parallel.schedule) is None:
+        return f"schedule {parallel.schedule!r} isn't known"
+    return ""
+
+
+def _transformer(model: Model, batch: Batch) -> Transformer:
     assert model.heads is not None and model.vocab is not None
     return Transformer(
         layers=model.layers,
@@ -243,18 +202,20 @@ def _transformer(model: _Model, batch: _Batch) -> Transformer:
     )
 
 
-def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: Software) -> dict[str, Any]:
-    recompute = "none" if row.get("source") in _REFUTED else str(row.get("recompute") or "none")
+def _setup(row: Row, system: Software, wide: bool) -> dict[str, Any]:
+    parallel, batch, precision = row.parallel, row.batch, row.precision.lower()
+    recompute = "none" if row.source in _REFUTED else row.recompute
     sequence = system.sequence if parallel.sp is None else parallel.sp
-    wide = _precision(str(row.get("precision", ""))) in _WIDE
     return {
         "dp": parallel.dp,
         "tp": parallel.tp,
         "pp": parallel.pp,
         "chunks": parallel.interleave or 1,
-        "zero": parallel.zero or 0,
+        "schedule": SCHEDULES.index(_schedule(parallel.schedule) or "1f1b"),
+        "zero": system.zero if parallel.zero is None else parallel.zero,
+        "shard": parallel.shard,
         "micro": batch.micro,
-        "microbatches": max(1.0, batch.global_ / parallel.dp / batch.micro),
+        "microbatches": batch.samples / parallel.dp / batch.micro,
         "sequence": batch.seq,
         "parallel_sequence": bool(sequence) and parallel.tp > 1,
         "full": recompute.startswith("full"),
@@ -262,28 +223,32 @@ def _setup(row: dict[str, Any], parallel: _Parallel, batch: _Batch, system: Soft
         "half": recompute.startswith("selective") and system.activations.selective == "products",
         "flash": system.flash,
         "hidden": bool(parallel.async_tp),
-        "fp8": "fp8" in str(row.get("precision", "")).lower(),
-        "rowwise": "rowwise" in str(row.get("precision", "")).lower(),
+        "overlapped": system.overlapped,
+        "fp8": "fp8" in precision,
+        "rowwise": "rowwise" in precision,
         "compute_bytes": 4 if wide else 2,
         "gradient_bytes": 4 if wide else system.gradient_bytes,
     }
 
 
-def _first(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return ".".join(map(str, error.errors()[0]["loc"]))
-    return str(error).strip("'")
+def _software_of(notes: str, device: Device) -> str:
+    unsaid = "megatron-lm" if device.family in _OLDER else "megatron-core"
+    return next((name for word, name in _NAMED if word in notes.lower()), unsaid)
 
 
-def _software_of(notes: str) -> str:
-    return next((name for word, name in _NAMED if word in notes.lower()), _FALLBACK)
-
-
-def _precision(text: str) -> str:
+def _precision(text: str) -> str | None:
+    """Of the products of matrices; those that are in 8 bits are so beside others in 16."""
     low = text.lower()
     if low.startswith("fp32"):
         return "tf32" if "tf32" in low else "fp32"
-    return "bf16" if "bf16" in low else "fp16"
+    if "bf16" in low:
+        return "bf16"
+    return "fp16" if any(word in low for word in ("fp16", "fp8", "mixed")) else None
+
+
+def _schedule(text: str | None) -> str | None:
+    """Of a pipeline; where several stages stand on a rank, it is how many that says so."""
+    return _KNOWN_SCHEDULES.get((text or "1f1b").lower())
 
 
 def _network(text: str | None, per_host: int) -> float | None:
@@ -297,20 +262,20 @@ def _network(text: str | None, per_host: int) -> float | None:
     return None
 
 
-def _memory(result: dict[str, Any]) -> float | None:
+def _memory(result: Result) -> float | None:
     """Bytes. What people call GB of memory they have read from tools that count in 2**30."""
-    known = (result.get(key) for key in ("mem_gb", "mem_gib_max", "mem_gib_nvidia_smi"))
-    return next((2**30 * float(value) for value in known if value is not None), None)
+    known = (result.mem_gb, result.mem_gib_max, result.mem_gib_nvidia_smi)
+    return next((2**30 * value for value in known if value is not None), None)
 
 
-def _memory_kind(row: dict[str, Any], result: dict[str, Any]) -> Kind:
-    if known := _KNOWN_KINDS.get(str(row.get("source", ""))):
+def _memory_kind(source: str, result: Result, notes: str) -> Kind:
+    if known := _KNOWN_KINDS.get(source):
         return known
-    said = " ".join((*(key for key, value in result.items() if value is not None), str(row.get("notes", "")).lower()))
+    said = "nvidia-smi" if result.mem_gib_nvidia_smi is not None else notes.lower()
     return next((kind for word, kind in _KINDS if word in said), "reserved")
 
 
-def _stages(parallel: _Parallel, layers: int) -> tuple[int, ...] | None:
+def _stages(parallel: Parallel, layers: int) -> tuple[int, ...] | None:
     """Layers of each stage; where the embedding and the output layer are counted among them, without those."""
     found = parallel.stage_layers
     if not found or len(found) != parallel.pp or sum(found) not in (layers, layers + 2):

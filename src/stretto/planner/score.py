@@ -9,7 +9,8 @@ import numpy as np
 
 from stretto.planner.constants import Constants
 from stretto.planner.hardware import Machines
-from stretto.planner.memory import MOST_RISK, Memory, peak_memory, probability_over
+from stretto.planner.memory import Memory, peak_memory
+from stretto.planner.risk import DESCRIBED, MOST_RISK, most_bytes, probability_over
 from stretto.planner.setups import Array, Flags, Setups
 from stretto.planner.space import Space
 from stretto.planner.step import StepModel, StepTime
@@ -51,11 +52,13 @@ class Scorer:
 
     def risk(self, memory: Memory) -> Array:
         """The probability that it doesn't fit."""
-        return probability_over(memory, self.machines.device.memory_bytes)
+        limit = self.machines.device.memory_bytes
+        return np.array([probability_over(each, limit, DESCRIBED) for each in memory.total])
 
     def fits(self, memory: Memory) -> Flags:
         """Whether a plan may be proposed."""
-        found: Flags = self.risk(memory) <= self.most_risk
+        most = most_bytes(self.machines.device.memory_bytes, self.most_risk, DESCRIBED)
+        found: Flags = memory.total <= most
         return found
 
     def floor(self, cores: Setups) -> Array:

@@ -15,6 +15,7 @@ Flags = NDArray[np.bool_]
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 DEFAULTS: Final = MappingProxyType(
     {"cp": 1, "schedule": SCHEDULES.index("1f1b"), "offload": False, "half": False, "rowwise": False}
+    | {"overlapped": False}
 )
 
 
@@ -37,6 +38,7 @@ class Setups:
         offload: what the optimizer keeps lies on the host.
         fp8: products of layers run in 8 bits, whose operands are converted before each; ``rowwise``: with a scale for
             each row, so that products are no faster than in 16 bits.
+        overlapped: gradients are added up beside the last microbatch's backward.
         compute_bytes: of an element in forward and backward; ``gradient_bytes``: of one that is sent.
     """
 
@@ -62,6 +64,7 @@ class Setups:
     offload: Flags
     half: Flags
     rowwise: Flags
+    overlapped: Flags
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Setups:

@@ -70,6 +70,8 @@ class Software:
         sequence: activations beside layers that ``tp`` cuts lie in parts.
         stages: how layers are cut into them; see :mod:`stretto.planner.cut`.
         gradient_bytes: of an element of a gradient that is sent.
+        zero: what it cuts over dp where a row doesn't say it.
+        overlapped: gradients are added up while the last microbatch's backward makes others, where ``zero`` isn't 3.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -78,6 +80,8 @@ class Software:
     sequence: bool = False
     stages: Stages = "shortest"
     gradient_bytes: int = 4
+    zero: int = 0
+    overlapped: bool = False
     activations: Activations = Activations()
     states: States = States()
 

@@ -139,6 +139,7 @@ class Space:
             "flash": self.system.flash,
             "hidden": False,
             "fp8": precision == "fp8",
+            "overlapped": self.system.overlapped,
             "compute_bytes": width,
             "gradient_bytes": max(width, float(self.system.gradient_bytes)),
         }

@@ -143,7 +143,12 @@ class StepModel:
         ranks that share one copy, and weights are gathered there twice for each, beside the work; what the copies (of
         hybrid sharding, arXiv 2304.11277, section 3.2.2, and of ``cp``) differ in is added up once."""
         links, held, apart = self._links, self._held(one), one.tp * one.cp
-        once = links.spread(held * one.gradient_bytes, one.dp * one.cp, one.tp)
+        sums = links.spread(held * one.gradient_bytes, one.dp * one.cp, one.tp)
+        # Of an all-reduce the second half, where ranks that have each updated a part gather the weights instead.
+        last = np.where(one.zero >= 1, 0.5 * links.spread(held * one.compute_bytes, one.shard, apart), 0.0)
+        sums = sums - np.where(one.zero >= 1, 0.5 * links.spread(held * one.gradient_bytes, one.shard, apart), 0.0)
+        beside = np.where(one.overlapped, _HIDDEN * 2 / 3 * work.longest, 0.0)
+        once = np.maximum(0.0, sums - beside) + last
         gathers = links.spread(held * one.compute_bytes, one.shard, apart)
         each = one.microbatches * (gathers + 0.5 * links.spread(held * one.gradient_bytes, one.shard, apart))
         between = np.where(one.cp > 1, one.tp, apart * one.shard)
