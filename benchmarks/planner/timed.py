@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from stretto.comm.group import SHARED_MEMORY
+from stretto.errors import LaunchError
 from stretto.launch import WorkerContext
+from stretto.launch.process import fork
 from stretto.observe import peak_rss_bytes, rss_bytes
 from stretto.order import TrainOrder
 from stretto.plan import Plan
@@ -29,11 +33,23 @@ def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
 
 
 def apart(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """The same on a host of several, where nobody has prepared anything."""
+    """The same on a host of several, where nobody has prepared anything. It is forked once all is imported, as a worker
+    of ``stretto train`` is, so that its memory counts from the same point."""
     for name in preloads(Plan.parse("dp=2,zero=3")):
         importlib.import_module(name)
-    context.imports_rss_bytes = rss_bytes()
     own = Path(payload["run"], f"prepared-{context.rank}")
     own.mkdir()
-    context.prepared = prepare({**payload, "run": str(own)}, lambda event: None)
-    return work(payload, context)
+    with tempfile.TemporaryFile() as results:
+
+        def run() -> int:
+            context.imports_rss_bytes = rss_bytes()
+            context.prepared = prepare({**payload, "run": str(own)}, lambda event: None)
+            results.write(json.dumps(work(payload, context)).encode())
+            results.flush()
+            return 0
+
+        if code := fork(run).reap():
+            raise LaunchError(f"rank {context.rank} ended with status {code}")
+        results.seek(0)
+        found: dict[str, Any] = json.load(results)
+        return found
