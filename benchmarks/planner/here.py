@@ -1,10 +1,13 @@
 """Predicted before, measured after, on this machine: plans of several tasks on two workers.
 
-    python benchmarks/planner/here.py [--steps 12] [--rounds 3] [--out FILE]
+    python benchmarks/planner/here.py [--steps 12] [--rounds 3] [--out FILE] [--rate 200mbit]
 
 For each task the links are measured, then every plan is rehearsed (each rank's part runs alone), then every plan is
 trained for real, as ``stretto train`` does. Rounds are interleaved: a round rehearses all plans and then trains all.
-A plan's figures are the medians over rounds.
+A plan's figures are the medians over rounds. Each task has a process of its own, so that none begins with what another
+has imported.
+
+With ``--rate`` the last task's workers are on two hosts with a link of that speed between them; this needs root.
 """
 
 from __future__ import annotations
@@ -12,12 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from apart import links_between, run_apart, two_hosts
+
+from stretto.cluster import Cluster
 from stretto.doctor.links import measure_links
 from stretto.launch import LocalLauncher
 from stretto.launch.job import Job
@@ -33,75 +45,112 @@ PLANS = (
     *("pp=2,microbatches=4", "pp=2,microbatches=4,schedule=gpipe"),
 )
 GPT = {"depth": "6", "width": "384", "heads": "6", "context": "128", "batch": "8"}
-CASES: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("gpt", "examples/gpt", GPT),
-    (
-        "bert",
-        "tests/tasks/bert.py",
-        {"depth": "6", "width": "512", "heads": "8", "length": "30", "size": "200", "batch": "24"},
-    ),
-    (
-        "vit",
-        "tests/tasks/vit.py",
-        {"side": "32", "patch": "4", "width": "256", "depth": "6", "heads": "8", "size": "200", "batch": "32"},
-    ),
+CASES: Mapping[str, tuple[str, dict[str, str]]] = MappingProxyType(
+    {
+        "gpt": ("examples/gpt", GPT),
+        "bert": (
+            "tests/tasks/bert.py",
+            {"depth": "6", "width": "512", "heads": "8", "length": "30", "size": "200", "batch": "24"},
+        ),
+        "vit": (
+            "tests/tasks/vit.py",
+            {"side": "32", "patch": "4", "width": "256", "depth": "6", "heads": "8", "size": "200", "batch": "32"},
+        ),
+    }
 )
 WARM = 2
 
 
-def measured(launcher: LocalLauncher, path: str, plan: str, sets: dict[str, str], steps: int) -> tuple[float, float]:
+Launched = Callable[[dict[str, Any], int], dict[str, Any]]
+
+
+def measured(plan: str, sets: dict[str, str], *, path: str, steps: int, launcher: Launched) -> tuple[float, float]:
     """Median seconds of a step, and the peak in bytes, of a real run."""
     with tempfile.TemporaryDirectory() as folder:
         order = TrainOrder(
             task=str(ROOT / path), run=folder, plan=plan, plan_origin="", sets={**sets, "steps": str(steps + WARM)}
         )
-        job = Job(
-            entry="timed:work",
-            payload=asdict(order),
-            num_workers=Plan.parse(plan).world_size,
-            prepare="stretto.training:prepare",
-            python_path=(str(Path(__file__).parent),),
-            log_dir=Path(folder),
-        )
-        result = launcher.run(job, on_output=lambda line: None)
-        found = next(iter(result.results.values()), None)
-        if found is None:
-            raise SystemExit(f"{path} {plan}: {result.failure}")
+        found = launcher(asdict(order), Plan.parse(plan).world_size)
         return statistics.median(found["seconds"][WARM:]), float(found["peak_bytes"])
 
 
-def case(
-    launcher: LocalLauncher, kind: tuple[str, str, dict[str, str]], links: LinkTable, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Each plan of a task."""
-    name, path, sets = kind
-    rehearsals = Rehearsals.of(ROOT / path, {**sets, "steps": "20"})
+def on_this_host(launcher: LocalLauncher, payload: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Trains as ``stretto train`` does."""
+    job = Job(
+        entry="timed:work",
+        payload=payload,
+        num_workers=world_size,
+        prepare="stretto.training:prepare",
+        threads=Cluster.measure().threads_per_worker(world_size),
+        python_path=(str(Path(__file__).parent),),
+        log_dir=Path(payload["run"]),
+    )
+    result = launcher.run(job, on_output=lambda line: None)
+    found = next(iter(result.results.values()), None)
+    if found is None:
+        raise SystemExit(f"{payload['task']} {payload['plan']}: {result.failure}")
+    return found
+
+
+def case(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Each plan of a task; with a ``rate``, over two hosts."""
+    path, sets = CASES[name]
+    with ExitStack() as stack:
+        if rate:
+            hosts = stack.enter_context(two_hosts(rate))
+            links = links_between(hosts)
+            launch: Launched = lambda payload, size: run_apart(hosts, payload, size)[0]  # noqa: E731
+        else:
+            launcher = stack.enter_context(LocalLauncher(preloads(Plan.parse("dp=2,zero=3"))))
+            links = measure_links(2, launcher)
+            launch = partial(on_this_host, launcher)
+        real = partial(measured, path=path, steps=options.steps, launcher=launch)
+        found = figures(Rehearsals.of(ROOT / path, {**sets, "steps": "20"}, apart=bool(rate)), links, real, options)
+    rows = []
+    for plan, one in found.items():
+        row = {"task": f"{name} over {rate}" if rate else name, "plan": plan}
+        row |= {key: statistics.median(values) for key, values in one.items()}
+        row["time_error"] = row["predicted"] / row["measured"] - 1
+        row["memory_error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
+        rows.append(row)
+        print(
+            f"{row['task']:<16} {plan:<36} {1e3 * row['predicted']:8.1f} ms predicted {1e3 * row['measured']:8.1f} "
+            f"measured {row['time_error']:+7.1%}   {row['predicted_bytes'] / 1e6:7.0f} MB "
+            f"{row['measured_bytes'] / 1e6:7.0f} {row['memory_error']:+7.1%}",
+            flush=True,
+        )
+    return {"rows": rows, "links": links.to_json()}
+
+
+def figures(
+    rehearsals: Rehearsals, links: LinkTable, real: Callable[..., tuple[float, float]], options: argparse.Namespace
+) -> dict[str, dict[str, list[float]]]:
+    """Of each plan, what each round found."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    _, sets = CASES[options.case]
     for _ in range(options.rounds):
         for plan in PLANS:
             one = rehearsals.run(Plan.parse(plan))
             if one.refused:
-                print(f"{name} {plan}: {one.refused}")
+                print(f"{options.case} {plan}: {one.refused}")
                 continue
             found[plan]["predicted"].append(one.play(links).seconds)
             found[plan]["predicted_bytes"].append(float(max(one.memory_bytes)))
         for plan in list(found):
-            seconds, peak = measured(launcher, path, plan, sets, options.steps)
+            seconds, peak = real(plan, sets)
             found[plan]["measured"].append(seconds)
             found[plan]["measured_bytes"].append(peak)
-    rows = []
-    for plan, figures in found.items():
-        row = {"task": name, "plan": plan, **{key: statistics.median(values) for key, values in figures.items()}}
-        row["time_error"] = row["predicted"] / row["measured"] - 1
-        row["memory_error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
-        print(
-            f"{name:<6} {plan:<36} {1e3 * row['predicted']:8.1f} ms predicted {1e3 * row['measured']:8.1f} measured "
-            f"{row['time_error']:+7.1%}   {row['predicted_bytes'] / 1e6:7.0f} MB {row['measured_bytes'] / 1e6:7.0f} "
-            f"{row['memory_error']:+7.1%}",
-            flush=True,
-        )
-        rows.append(row)
-    return rows
+    return found
+
+
+def in_own_process(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`case` returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "case.json")
+        words = ("--steps", str(options.steps), "--rounds", str(options.rounds), "--case", name, "--out", str(out))
+        subprocess.run([sys.executable, __file__, *words, "--rate", rate], check=True)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def main() -> None:
@@ -109,22 +158,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only")
+    parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--rate", default="", help="of the link over which the last task's workers talk")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    kinds = [kind for kind in CASES if options.only in (None, kind[0])]
-    with LocalLauncher(preloads(Plan.parse("dp=2,zero=3"))) as launcher:
-        links = measure_links(2, launcher)
-        rows = [row for kind in kinds for row in case(launcher, kind, links, options)]
-    errors = [abs(row["time_error"]) for row in rows]
-    print(f"{len(rows)} plans: step time off by {statistics.mean(errors):.1%} in the mean")
-    print(f"peak memory off by {statistics.mean(abs(row['memory_error']) for row in rows):.1%} in the mean")
+    if options.case is not None:
+        options.out.write_text(json.dumps(case(options.case, options.rate, options)))
+        return
+    kinds = [name for name in CASES if options.only in (None, name)]
+    found = {name: in_own_process(name, options.rate if name == kinds[-1] else "", options) for name in kinds}
+    rows = [row for one in found.values() for row in one["rows"]]
     for name in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in rows if row["task"] == name]
+        off = statistics.mean(abs(row["time_error"]) for row in mine)
         chosen, best = min(mine, key=lambda row: row["predicted"]), min(mine, key=lambda row: row["measured"])
-        print(f"{name}: chosen {chosen['plan']}, {chosen['measured'] / best['measured'] - 1:.1%} over {best['plan']}")
+        loss = chosen["measured"] / best["measured"] - 1
+        print(
+            f"{name}: step time off by {off:.1%} in the mean; chosen {chosen['plan']}, {loss:.1%} over {best['plan']}"
+        )
+    print(
+        f"{len(rows)} plans: step time off by {statistics.mean(abs(row['time_error']) for row in rows):.1%} in the mean"
+    )
+    print(f"peak memory off by {statistics.mean(abs(row['memory_error']) for row in rows):.1%} in the mean")
     if options.out is not None:
-        options.out.write_text(json.dumps({"rows": rows, "links": links.to_json()}, indent=1) + "\n")
+        kept = {"rows": rows, "links": {name: one["links"] for name, one in found.items()}}
+        options.out.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,55 @@
-"""A worker's entry that steps a run and tells how long each step took, without evaluating or saving."""
+"""Workers' entries that step a run and tell how long each step took, without saving."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from stretto.comm.group import SHARED_MEMORY
+from stretto.errors import LaunchError
 from stretto.launch import WorkerContext
-from stretto.observe import peak_rss_bytes
+from stretto.launch.process import fork
+from stretto.observe import peak_rss_bytes, rss_bytes
 from stretto.order import TrainOrder
+from stretto.plan import Plan
+from stretto.preload import preloads
 from stretto.prepared import RunOptions
-from stretto.training import form_group, open_run
+from stretto.training import form_group, open_run, prepare
 
 
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """Returns seconds of each step, and the peak of memory as ``summary.json`` has it."""
+    """Returns seconds of each step, and the peak of memory as ``summary.json`` has it after an evaluation."""
     order = TrainOrder(**payload)
     group = form_group(context.prepared.plan, context)
     run = open_run(context.prepared, RunOptions(Path(order.run), order.attempt, order.stop_after), context, group)
     seconds = [run.step(batch).seconds for batch in run.batches()]
+    run.evaluate()
     sharers = group.size if group.transport == SHARED_MEMORY else 1
     peak = max(run._peak_bytes, peak_rss_bytes(sharers) - context.imports_rss_bytes)
     return {"seconds": seconds, "peak_bytes": int(group.maximum(float(peak)))}
+
+
+def apart(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
+    """The same on a host of several, where nobody has prepared anything. It is forked once all is imported, as a worker
+    of ``stretto train`` is, so that its memory counts from the same point."""
+    for name in preloads(Plan.parse("dp=2,zero=3")):
+        importlib.import_module(name)
+    own = Path(payload["run"], f"prepared-{context.rank}")
+    own.mkdir()
+    with tempfile.TemporaryFile() as results:
+
+        def run() -> int:
+            context.imports_rss_bytes = rss_bytes()
+            context.prepared = prepare({**payload, "run": str(own)}, lambda event: None)
+            results.write(json.dumps(work(payload, context)).encode())
+            results.flush()
+            return 0
+
+        if code := fork(run).reap():
+            raise LaunchError(f"rank {context.rank} ended with status {code}")
+        results.seek(0)
+        found: dict[str, Any] = json.load(results)
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GPT = str(ROOT / "examples" / "gpt")
 SETS = {"depth": "2", "width": "32", "heads": "2", "context": "16", "batch": "7", "steps": "9"}
 MATRIX = pytest.mark.matrix  # the same code as those beside them
-FREE = LinkTable("none", False, {("all_reduce", 2): ((64, 1e-9),), ("message", 2): ((64, 1e-9),)})
+FREE = LinkTable("none", False, {("all_reduce", 2, 1): ((64, 1e-9),), ("message", 2, 1): ((64, 1e-9),)})
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,13 @@ def test_a_rank_alone_makes_the_calls_that_it_makes_among_others(
     assert min(alone.memory_bytes) > 2**20
 
 
+def test_over_sockets_a_gather_of_parts_is_one_call_as_it_was_measured(rehearsals: Rehearsals) -> None:
+    """Gloo makes it of broadcasts that go at once, each way; played one after another they would take twice as long."""
+    found = dataclasses.replace(rehearsals, apart=True).run(Plan.parse("dp=2,zero=2"))
+    kinds = [event[2:4] for event in found.steps[-1][1] if event[0] == "begin"]
+    assert ("all_gather", (0, 1)) in kinds and "broadcast" not in {kind for kind, _ in kinds}
+
+
 def test_a_plan_that_does_not_fit_the_task_is_refused_with_the_reason(rehearsals: Rehearsals) -> None:
     found = Planner(rehearsals, FREE).predict(Plan.parse("branch=2"))
     assert found.refused.startswith("plan: branch=2") and found.to_json() == {
@@ -72,9 +80,9 @@ def test_a_rank_that_dies_is_told(rehearsals: Rehearsals, monkeypatch: pytest.Mo
 def test_links_are_measured_for_each_number_of_members(launcher: LocalLauncher) -> None:
     table = measure_links(2, launcher)
     kinds = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}
-    assert {kind for kind, _ in table.curves} == kinds and table.transport == "shared memory" and not table.background
+    assert {kind for kind, *_ in table.curves} == kinds and table.transport == "shared memory" and not table.background
     for kind in kinds:
-        small, large = table.curves[kind, 2][0], table.curves[kind, 2][-1]
+        small, large = table.curves[kind, 2, 1][0], table.curves[kind, 2, 1][-1]
         assert 0 < small[1] < large[1] < 10 and small[0] < large[0], kind
 
 

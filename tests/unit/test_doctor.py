@@ -18,7 +18,7 @@ from stretto.errors import UserError
 from stretto.planner.tables import LinkTable
 
 EPOCH = time.struct_time((1970, 1, 1, 0, 0, 0, 3, 1, 0))
-TABLE = LinkTable("gloo", True, {("all_reduce", 2): ((64, 1e-4), (4096, 2e-4)), ("message", 2): ((64, 5e-5),)})
+TABLE = LinkTable("gloo", True, {("all_reduce", 2, 1): ((64, 1e-4), (4096, 2e-4)), ("message", 2, 1): ((64, 5e-5),)})
 
 
 def found(folder: Path) -> dict[str, Check]:

@@ -68,6 +68,8 @@ def plan_task(
 
     given = None if asked.explain is None else Plan.parse(asked.explain, workers)
     known = None if asked.on is None else read_links(Path(asked.on))
+    if known is not None and known[1].note:
+        print(known[1].note, file=sys.stderr)
     number = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
     limit = parse_bytes(memory) if memory is not None else room_of(number)
     path, settings = str(find_task(task)), parse_sets(sets)

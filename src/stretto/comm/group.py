@@ -167,7 +167,7 @@ class Group(Members):
 
 def _open_store(rendezvous: Rendezvous) -> Store:
     kind, _, place = rendezvous.store.partition("://")
-    if not rendezvous.store and rendezvous.world_size == 1:
+    if rendezvous.world_size == 1:  # whoever started it names a store perhaps, which nobody hosts
         return HashStore()
     if kind == "file":
         # A file for each epoch: a store removes its file when the last holder lets go, be it late.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from stretto.cluster import Cluster
 from stretto.doctor.checks import Check, checks
@@ -18,6 +21,8 @@ from stretto.errors import LaunchError, UserError
 from stretto.launch import LocalLauncher
 from stretto.launch.job import Job
 from stretto.planner.tables import LinkTable
+
+SAME: Final = 0.1  # between the logarithms of the rates of two hosts of one kind, measured at other moments
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,17 @@ class Host:
 
     def write(self, path: Path) -> None:
         """Writes the cluster file. Raises UserError where it can't be written."""
-        text = "# Measured by `stretto doctor`; `stretto plan TASK --on` reads it.\n"
-        text += yaml.safe_dump(self._measured(), sort_keys=False, default_flow_style=None, width=118)
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} can't be written: {error.strerror}") from error
+        write_cluster(path, self._measured())
+
+
+def write_cluster(path: Path, measured: Mapping[str, Any]) -> None:
+    """Writes what was measured. Raises UserError where the file can't be written."""
+    text = "# Measured by `stretto doctor`; `stretto plan TASK --on` reads it.\n"
+    text += yaml.safe_dump(dict(measured), sort_keys=False, default_flow_style=None, width=118)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
 def examine_host(workers: int, folder: Path) -> Host:
@@ -74,25 +84,44 @@ def examine_host(workers: int, folder: Path) -> Host:
         if len(rates) < workers:
             raise LaunchError(f"{workers} workers could not be measured: {result.failure}")
         links = measure_links(workers, launcher)
-    matrix = {
-        precision: {side: _mean([one["matrix_flops"][precision][side] for one in rates]) for side in sides}
+    memory = mean([one["memory_bytes_per_second"] for one in rates])
+    return Host(workers, Cluster.measure(), looked, matrix_mean(rates), memory, links)
+
+
+def matrix_mean(rates: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The workers' mean, by precision and side."""
+    return {
+        precision: {side: mean([one["matrix_flops"][precision][side] for one in rates]) for side in sides}
         for precision, sides in rates[0]["matrix_flops"].items()
     }
-    memory = _mean([one["memory_bytes_per_second"] for one in rates])
-    return Host(workers, Cluster.measure(), looked, matrix, memory, links)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     """In four figures: more mean nothing."""
     return float(f"{statistics.mean(values):.4g}")
 
 
-class _Curve(BaseModel):
+class _Times(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    kind: str
-    members: int = Field(ge=2)
     bytes: list[int] = Field(min_length=1)
     seconds: list[float] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def as_many(self) -> _Times:
+        """Of each size a time."""
+        if len(self.bytes) != len(self.seconds):
+            raise PydanticCustomError("pairs", "as many bytes as seconds expected")
+        return self
+
+
+class _Curve(_Times):
+    kind: str
+    members: int = Field(ge=2)
+    hosts: int = Field(default=1, ge=1)
+
+
+class _Pair(_Times):
+    between: tuple[int, int]
 
 
 class _Links(BaseModel):
@@ -100,23 +129,46 @@ class _Links(BaseModel):
     transport: str
     background: bool
     curves: list[_Curve]
+    per_host: int = Field(default=0, ge=0)
+    pairs: list[_Pair] = []
+    burst_seconds: float = Field(default=0.0, ge=0)
+
+
+class _Host(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    hostname: str
+    workers: int = Field(ge=1)
+    matrix_flops: dict[str, dict[str, float]]
 
 
 class _Measured(BaseModel):
+    """A file of one host has its workers, one of several their list."""
+
     model_config = ConfigDict(extra="ignore")
     workers: int = Field(ge=1)
     memory_bytes: int = Field(ge=0)
     links: _Links
 
 
+class _MeasuredHosts(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    hosts: list[_Host] = Field(min_length=2)
+    links: _Links
+
+
 def read_links(path: Path) -> tuple[int, LinkTable]:
-    """Workers and links of a file that ``stretto doctor`` wrote.
+    """Workers, of all hosts, and links of a file that ``stretto doctor`` wrote. Where it holds several hosts, the table
+    tells how long work takes on each beside this one, if this is one of them.
 
     Raises:
         UserError: it can't be read, or isn't such a file.
     """
     try:
-        found = _Measured.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or "hosts" not in values:
+            one = _Measured.model_validate(values)
+            return one.workers, LinkTable.from_json(one.links.model_dump())
+        found = _MeasuredHosts.model_validate(values)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -126,4 +178,20 @@ def read_links(path: Path) -> tuple[int, LinkTable]:
         place = ".".join(map(str, first["loc"])) or "the file"
         said = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
         raise UserError(f"{path}: {place}: {said}; `stretto doctor -o {path.name}` writes such a file") from error
-    return found.workers, LinkTable.from_json(found.links.model_dump())
+    table = LinkTable.from_json(found.links.model_dump())
+    paces = _paces(found.hosts, socket.gethostname())
+    note = "" if paces else f"this host is none of those in {path}: their work is taken to last as long as here"
+    return sum(host.workers for host in found.hosts), replace(table, paces=paces, note=note)
+
+
+def _paces(hosts: Sequence[_Host], here: str) -> tuple[float, ...]:
+    """How long each works for a second of this host, by the rates at which they multiply; empty where it is none of
+    them."""
+    mine = next((host.matrix_flops["fp32"] for host in hosts if host.hostname == here), None)
+    if mine is None:
+        return ()
+    found = []
+    for host in hosts:
+        pace = statistics.geometric_mean([rate / host.matrix_flops["fp32"][side] for side, rate in mine.items()])
+        found.append(1.0 if host.hostname == here or abs(math.log(pace)) < SAME else pace)
+    return tuple(found)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import combinations
 from typing import Any, Final
 
 import torch
@@ -19,8 +21,11 @@ from stretto.mesh import Mesh
 from stretto.planner.tables import LinkTable
 
 SIZES: Final = tuple(4**power for power in range(3, 14))  # 64 bytes to 64 MiB
-LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+FEWEST_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 200
+LONG: Final = 0.3  # seconds of a call that needn't be made often, nor with more bytes
 COLD: Final = 2**26  # bytes, more than caches hold
+REST: Final = 0.3  # seconds
+CHANCE: Final = 0.1  # of a call: what it may be quicker by chance
 SECONDS_EACH: Final = 0.08  # of one kind and size
 
 
@@ -42,19 +47,54 @@ def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     epoch = context.epoch
     group = Group(Rendezvous(epoch.store, epoch.number, context.rank, context.world_size))
     context.control.on_break(group.break_)
-    curves: dict[tuple[str, int], tuple[tuple[int, float], ...]] = {}
+    found = table(group)
+    group.close()
+    return found.to_json()
+
+
+def table(group: Group, per_host: int = 0) -> LinkTable:
+    """The calls of a group; every member must call it.
+
+    Args:
+        per_host: ranks of each host, where there are several.
+    """
+    host = [rank // per_host if per_host else 0 for rank in range(group.size)]
+    curves: dict[tuple[str, int, int], tuple[tuple[int, float], ...]] = {}
     memory = torch.ones(COLD // 4)
     for count in (number for number in range(2, group.size + 1) if group.size % number == 0):
-        members = group.along(Mesh((("rest", group.size // count), ("some", count))), "some")
-        for kind, call in _calls(members).items():
-            curves[kind, count] = tuple(
-                (size, _rounded(_seconds(group, members, call, memory, size))) for size in SIZES
-            )
-    if group.size > 1:
-        curves["message", 2] = tuple(_messages(group, memory))
+        for axes in (
+            (("rest", group.size // count), ("some", count)),
+            (("some", count), ("rest", group.size // count)),
+        ):
+            mesh = Mesh(axes)
+            hosts = max(len({host[rank] for rank in line}) for line in mesh.lines("some"))
+            if ("all_reduce", count, hosts) in curves:
+                continue  # members that are neighbours, and those that aren't, are on as many hosts
+            members = group.along(mesh, "some")
+            for kind, call in _calls(members).items():
+                curves[kind, count, hosts] = _curve(partial(_seconds, group, members, call, memory))
+    firsts = [host.index(one) for one in dict.fromkeys(host)]
+    burst = _burst(group, memory, curves["all_reduce", group.size, len(firsts)]) if len(firsts) > 1 else 0.0
+    pairs = {
+        (host[a], host[b]): tuple((size, took + min(took, burst)) for size, took in _messages(group, memory, (a, b)))
+        for a, b in combinations(firsts, 2)  # while one sends, the way of the other has a rest
+    }
+    if host.count(0) > 1:
+        curves["message", 2, 1] = _messages(group, memory, (0, 1))
+    if pairs:
+        curves["message", 2, 2] = max(pairs.values(), key=lambda curve: curve[-1][1] / curve[-1][0])
     shared = group.transport == SHARED_MEMORY
-    group.close()
-    return LinkTable("shared memory" if shared else "gloo", not shared, curves).to_json()
+    return LinkTable("shared memory" if shared else "gloo", not shared, curves, per_host, pairs, burst_seconds=burst)
+
+
+def _curve(seconds: Callable[[int], float]) -> tuple[tuple[int, float], ...]:
+    """Sizes and their times, up to one that takes so long that larger ones go at its rate."""
+    found: list[tuple[int, float]] = []
+    for size in SIZES:
+        found.append((size, _rounded(seconds(size))))
+        if found[-1][1] > LONG:
+            break
+    return tuple(found)
 
 
 def _calls(members: Members) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -89,41 +129,83 @@ def _seconds(
 ) -> float:
     """The median of calls, each from when all have come."""
     tensors = _tensors(memory, size, members.size)
-    call(next(tensors))
-    took: list[float] = []
-    until = time.perf_counter() + SECONDS_EACH
-    rounds = LEAST_ROUNDS
-    while len(took) < rounds:
+
+    def once() -> float:
         group.barrier()
         whole = next(tensors)
         began = time.perf_counter()
         call(whole)
-        took.append(time.perf_counter() - began)
-        if len(took) == LEAST_ROUNDS:  # all make as many, as the slowest of them says
-            left = until - time.perf_counter()
-            more = left / max(1e-6, statistics.median(took))
-            rounds = int(min(MOST_ROUNDS, max(LEAST_ROUNDS, -group.maximum(-more))))
-    return group.maximum(statistics.median(took))
+        return time.perf_counter() - began
+
+    return _median(group, once)
 
 
-def _messages(group: Group, memory: torch.Tensor) -> list[tuple[int, float]]:
-    """Half of the way to rank 1 and back."""
-    line = group.line(Mesh((("pp", group.size),)), "pp")
-    line.open(2 * SIZES[-1], [(0, 1), (1, 0)])
-    found = []
-    for size in SIZES:
-        tensors = _tensors(memory, size, 1)
-        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, 2**26 // size))
+def _burst(group: Group, memory: torch.Tensor, curve: Sequence[tuple[int, float]]) -> float:
+    """How much quicker an all-reduce of all is after a rest than right after another; 0 where that may be chance."""
+    found = 0.0
+    for size, took in curve:
+        if took < REST / 10:
+            continue
+        found = _saved(group, _tensors(memory, size, group.size))
+        if found < took / 2:  # else a longer call may save more
+            break
+    return _rounded(found)
+
+
+def _saved(group: Group, tensors: Iterator[torch.Tensor]) -> float:
+    """Seconds, on the member that saves least: all have the same answer."""
+    differences, lasted = [], 0.0
+    for _ in range(LEAST_ROUNDS):
+        time.sleep(REST)
         group.barrier()
         took = []
-        for _ in range(rounds if line.rank < 2 else 0):
+        for _ in range(2):
+            began = time.perf_counter()
+            group.all_reduce(next(tensors))
+            took.append(time.perf_counter() - began)
+        differences.append(took[1] - took[0])
+        lasted = max(lasted, took[1])
+    differences.sort()
+    likely = differences[1] > CHANCE * lasted  # in all rounds but one
+    return -group.maximum(-(statistics.median(differences) if likely else 0.0))
+
+
+def _messages(group: Group, memory: torch.Tensor, pair: tuple[int, int]) -> tuple[tuple[int, float], ...]:
+    """Half of the way from one rank to another and back, by size; every member must call it."""
+    line = group.line(Mesh((("pp", group.size),)), "pp")
+    ways = pair, pair[::-1]
+    line.open(2 * SIZES[-1], ways)
+
+    def seconds(size: int) -> float:
+        tensors = _tensors(memory, size, 1)
+
+        def once() -> float:
+            if line.rank not in pair:
+                return 0.0
             tensor = next(tensors)
             began = time.perf_counter()
-            for sender in (0, 1):
+            for sender, other in ways:
                 if line.rank == sender:
-                    line.wait(line.send(tensor, 1 - sender, 0), "a message's delivery")
+                    line.wait(line.send(tensor, other, 0), "a message's delivery")
                 else:
-                    line.wait(line.receive(tensor, 1 - line.rank, 0), "a message", 1 - line.rank)
-            took.append((time.perf_counter() - began) / 2)
-        found.append((size, _rounded(group.maximum(statistics.median(took) if took else 0.0))))
-    return found
+                    line.wait(line.receive(tensor, sender, 0), "a message", sender)
+            return (time.perf_counter() - began) / 2
+
+        group.barrier()
+        return _median(group, once)
+
+    return _curve(seconds)
+
+
+def _median(group: Group, once: Callable[[], float]) -> float:
+    """Of as many times as fit, after a first that isn't counted; the slowest member's. All make as many."""
+    long = group.maximum(once()) > LONG
+    took: list[float] = []
+    until = time.perf_counter() + SECONDS_EACH
+    rounds = FEWEST_ROUNDS if long else LEAST_ROUNDS
+    while len(took) < rounds:
+        took.append(once())
+        if len(took) == LEAST_ROUNDS:
+            more = (until - time.perf_counter()) / max(1e-6, statistics.median(took))
+            rounds = int(min(MOST_ROUNDS, max(LEAST_ROUNDS, -group.maximum(-more))))
+    return group.maximum(statistics.median(took))

@@ -7,6 +7,7 @@ communication hides come out of the notes, for any strategy.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,14 @@ class Prices(Protocol):
     def background(self) -> bool:
         """Whether calls go on while their rank works; else they do while it waits."""
 
-    def collective(self, kind: str, members: Sequence[int], num_bytes: int) -> float:
-        """Seconds from when all have come."""
+    def collective(self, kind: str, members: Sequence[int], num_bytes: int, rested: float = 0.0) -> float:
+        """Seconds from when all have come, who had sent nothing for ``rested`` seconds."""
 
-    def message(self, num_bytes: int) -> float:
-        """Seconds of one message."""
+    def message(self, source: int, to: int, num_bytes: int, rested: float = 0.0) -> float:
+        """Seconds of one message from one rank to another, likewise."""
+
+    def pace(self, rank: int) -> float:
+        """How long the rank works for what took a second when it was rehearsed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ class _Play:
         self._prices = prices
         self._collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
         self._ended: dict[tuple[int, ...], int] = defaultdict(int)
-        self._busy: dict[Any, float] = defaultdict(float)
+        self._busy: dict[Any, float] = {}  # until when: members who talk, or one who sends to another
+        self._posted: dict[Any, list[tuple[float, int]]] = defaultdict(list)  # by whoever has come, when
+        self._sent: dict[tuple[int, int], list[Any]] = defaultdict(list)  # keys of messages, by who sends to whom
         self._arrived: dict[Any, float] = {}
 
     def run(self) -> None:
@@ -101,8 +107,9 @@ class _Play:
         return bool(handle(place, rank, *event[1:]))
 
     def _work(self, place: int, rank: _Rank, seconds: float) -> bool:
-        rank.clock += seconds
-        rank.work += seconds
+        took = seconds * self._prices.pace(place)
+        rank.clock += took
+        rank.work += took
         return True
 
     def _begin(self, place: int, rank: _Rank, number: int, kind: str, members: tuple[int, ...], size: int) -> bool:
@@ -122,10 +129,11 @@ class _Play:
             call = self._collectives[members, before]
             if len(call.came) < len(members):
                 return False
-            cost = self._prices.collective(call.kind, members, call.num_bytes)
             begun = max(call.came.values())
+            free = self._busy.get(members, -math.inf)
             if self._prices.background:
-                begun = max(begun, self._busy[members])
+                begun = max(begun, free)
+            cost = self._prices.collective(call.kind, members, call.num_bytes, max(0.0, begun - free))
             call.end = self._busy[members] = begun + cost
             self._ended[members] = before + 1
         call = self._collectives[members, index]
@@ -140,12 +148,11 @@ class _Play:
         way = place, to, tag
         key = *way, rank.counts[way]
         rank.counts[way] += 1
-        cost = self._prices.message(size)
         if self._prices.background:
-            line = place, to
-            self._arrived[key] = self._busy[line] = max(rank.clock, self._busy[line]) + cost
+            self._posted[key].append((rank.clock, size))
+            self._sent[place, to].append(key)
         else:
-            rank.until(rank.clock + cost / 2, "send")
+            rank.until(rank.clock + self._prices.message(place, to, size) / 2, "send")
             self._arrived[key] = rank.clock
         rank.calls[number] = "sent", key
         return True
@@ -153,19 +160,40 @@ class _Play:
     def _receive(self, place: int, rank: _Rank, number: int, source: int, size: int, tag: int) -> bool:
         way = source, place, tag
         received = "received", way
-        rank.calls[number] = size, (*way, rank.counts[received])
+        key = *way, rank.counts[received]
         rank.counts[received] += 1
+        rank.calls[number] = size, key
+        if self._prices.background:
+            self._posted[key].append((rank.clock, size))
+        return True
+
+    def _leave(self, key: tuple[Any, ...]) -> bool:
+        """Whether a message could go, in the background, after those sent before it that can. It goes once both sides
+        are there: Gloo and NCCL keep none for a receiver to come."""
+        if len(self._posted[key]) < 2:
+            return False
+        source, to, *_ = key
+        for other in self._sent[source, to]:
+            if other not in self._arrived and len(posted := self._posted[other]) == 2:
+                before = self._busy.get((source, to), -math.inf)
+                begun = max(before, *(clock for clock, _ in posted))
+                cost = self._prices.message(source, to, max(size for _, size in posted), begun - before)
+                self._arrived[other] = self._busy[source, to] = begun + cost
+            if other == key:
+                break
         return True
 
     def _await(self, place: int, rank: _Rank, number: int) -> bool:
         what, key = rank.calls[number]
-        if key not in self._arrived:
+        if key not in self._arrived and not self._leave(key):
             return False
         if what == "sent":
             rank.until(self._arrived[key] if self._prices.background else rank.clock, "send")
             return True
         end = max(rank.clock, self._arrived[key])
-        rank.until(end if self._prices.background else end + self._prices.message(what) / 2, "receive")
+        if not self._prices.background:
+            end += self._prices.message(key[0], place, what) / 2
+        rank.until(end, "receive")
         return True
 
 
