@@ -36,7 +36,7 @@ from stretto.launch.job import Job
 from stretto.order import TrainOrder
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
-from stretto.preload import preloads
+from stretto.preload import preloads_of
 from stretto.rehearse import Rehearsals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def case(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
             links = links_between(hosts)
             launch: Launched = lambda payload, size: run_apart(hosts, payload, size)[0]  # noqa: E731
         else:
-            launcher = stack.enter_context(LocalLauncher(preloads(Plan.parse("dp=2,zero=3"))))
+            launcher = stack.enter_context(LocalLauncher(preloads_of()))
             links = measure_links(2, launcher)
             launch = partial(on_this_host, launcher)
         real = partial(measured, path=path, steps=options.steps, launcher=launch)

@@ -10,23 +10,24 @@ from typing import Any
 
 from stretto.comm.group import SHARED_MEMORY
 from stretto.errors import LaunchError
+from stretto.evaluation import evaluate_first
 from stretto.launch import WorkerContext
 from stretto.launch.process import fork
 from stretto.observe import peak_rss_bytes, rss_bytes
 from stretto.order import TrainOrder
-from stretto.plan import Plan
-from stretto.preload import preloads
+from stretto.preload import preloads_of
 from stretto.prepared import RunOptions
 from stretto.training import form_group, open_run, prepare
 
 
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """Returns seconds of each step, and the peak of memory as ``summary.json`` has it after an evaluation."""
+    """Returns seconds of each step, and the peak of memory after an evaluation's first batch."""
     order = TrainOrder(**payload)
     group = form_group(context.prepared.plan, context)
     run = open_run(context.prepared, RunOptions(Path(order.run), order.attempt, order.stop_after), context, group)
     seconds = [run.step(batch).seconds for batch in run.batches()]
-    run.evaluate()
+    if "val" in run._data:
+        evaluate_first(run.task, run.plan, run._on, run._data["val"])
     sharers = group.size if group.transport == SHARED_MEMORY else 1
     peak = max(run._peak_bytes, peak_rss_bytes(sharers) - context.imports_rss_bytes)
     return {"seconds": seconds, "peak_bytes": int(group.maximum(float(peak)))}
@@ -35,7 +36,7 @@ def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
 def apart(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     """The same on a host of several, where nobody has prepared anything. It is forked once all is imported, as a worker
     of ``stretto train`` is, so that its memory counts from the same point."""
-    for name in preloads(Plan.parse("dp=2,zero=3")):
+    for name in preloads_of():
         importlib.import_module(name)
     own = Path(payload["run"], f"prepared-{context.rank}")
     own.mkdir()

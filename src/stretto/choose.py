@@ -123,6 +123,9 @@ class _Twice:
     def message(self, *call: Any) -> float:
         return self.of.message(*call) / 2
 
+    def pace(self, rank: int) -> float:
+        return self.of.pace(rank)
+
 
 @dataclass(frozen=True)
 class Planner:

@@ -18,6 +18,7 @@ from stretto.errors import UserError
 from stretto.launch import Job, JobResult, LocalLauncher, WorkerContext
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
+from stretto.preload import ANY_PLAN
 
 NO_LINKS = LinkTable("nothing", background=False, curves={})
 
@@ -86,7 +87,7 @@ def predict(launcher: LocalLauncher, wanted: Wanted, tell: Callable[[Choice], No
 
 def prepare(payload: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """On the host: loads the task and looks at its plans."""
-    from stretto.rehearse import ANY_PLAN, RehearsalError, Rehearsals
+    from stretto.rehearse import RehearsalError, Rehearsals
 
     links, corrections = LinkTable.from_json(payload["links"]), Corrections(**payload["corrections"])
     wanted = Wanted(**{**payload, "links": links, "corrections": corrections})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -22,6 +22,15 @@ _BY_ZERO: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
 
 
 BY_TRACE: Final = ("torch.export._trace", "networkx", "stretto.parallel.divided")
+
+
+# Between them these need all that any plan does.
+ANY_PLAN: Final = (Plan(dp=2, zero=3), Plan(tp=2))
+
+
+def preloads_of(plans: Iterable[Plan] = ANY_PLAN) -> tuple[str, ...]:
+    """What any of these needs."""
+    return tuple(dict.fromkeys(name for plan in plans for name in preloads(plan)))
 
 
 def preloads(plan: Plan | None) -> tuple[str, ...]:

@@ -37,14 +37,13 @@ from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.planner.replay import Event, Prices, Replayed, replay
-from stretto.preload import preloads
+from stretto.preload import ANY_PLAN, preloads_of
 from stretto.step import Stepper
 from stretto.task import Task, load_task
 from stretto.terms import Terms
 
 WARM: Final = 2  # steps that aren't looked at: memory and caches are cold
 STEPS: Final = 5
-ANY_PLAN: Final = (Plan(dp=2, zero=3), Plan(tp=2))  # between them they need all that any plan does
 
 
 class RehearsalError(UserError):
@@ -116,7 +115,7 @@ class Rehearsals:
             cores: all that this process may use, where none are given.
         """
         set_threads(1)
-        for name in dict.fromkeys(name for plan in plans for name in preloads(plan)):
+        for name in preloads_of(plans):
             importlib.import_module(name)
         first = _Player(lambda said: said.say(rss_bytes()))  # as a worker: forked, without what it hasn't touched
         try:
