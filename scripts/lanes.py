@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO
 
-SECOND = ("tests/parity",)
+SECOND = ("tests/parity", "tests/chaos")
 LANES = (("tests", *(f"--ignore={folder}" for folder in SECOND)), SECOND)  # a new folder's tests are in the first
 EVERYDAY = "not matrix and not chaos"
 END_SECONDS = 10

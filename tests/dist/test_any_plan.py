@@ -44,9 +44,9 @@ CI = (
             ("branch=2", "dp=2"),
             ("dp=2,zero=3", "dp=2,branch=2,zero=2"),
             ("branch=2,pp=2,microbatches=2", "dp=2"),
+            ("dp=2,branch=2,pp=2,zero=2", "dp=1"),
         )
     ),
-    (TOWERS, "dp=2,branch=2,pp=2,zero=2", "dp=1"),
     (WORDS, "tp=3,microbatches=2", "dp=1"),  # a vocabulary of 13 in parts, and whole
     (CNN, "tp=2,pp=2", "dp=1"),  # with running statistics, in parts of a stage
 )

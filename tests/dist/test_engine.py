@@ -33,8 +33,14 @@ def steps(launcher: LocalLauncher, plan: str, task: str = ODD, num_steps: int = 
     return run(launcher, "steps", Plan.parse(plan).world_size, task=task, plan=plan, num_steps=num_steps, **payload)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
-@pytest.mark.parametrize(("task", "sets"), [(ODD, {}), (DIGITS, {"batch": 7, "precision": "fp64"})])
+@pytest.mark.parametrize(
+    ("task", "sets", "plan"),
+    [
+        *((ODD, {}, plan) for plan in ("dp=2", "dp=2,zero=3")),
+        (DIGITS, {"batch": 7, "precision": "fp64"}, "dp=2,zero=3"),
+        pytest.param(DIGITS, {"batch": 7, "precision": "fp64"}, "dp=2", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_step_voted_down_leaves_no_trace(launcher: LocalLauncher, plan: str, task: str, sets: dict[str, Any]) -> None:
     undisturbed = steps(launcher, plan, task, sets=sets)
     vetoed = steps(launcher, plan, task, sets=sets, veto={"rank": 1, "step": 2, "times": 2})

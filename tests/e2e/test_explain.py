@@ -103,7 +103,7 @@ def test_a_model_that_its_graph_does_not_compute_is_refused_as_a_run_would(tmp_p
     assert told.returncode and "the gradient of enter.weight differs" in told.stderr, told.stderr
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("bf16-autocast", marks=pytest.mark.matrix)])
 def test_a_low_precision_is_traced_as_a_run_traces_it(precision: str) -> None:
     """Inputs in numbers, and a BatchNorm, whose weights are in a lower type than its statistics."""
     told = explain("tests/tasks/cnn_skips.py", "--plan", "tp=2,pp=2", "--set", f"precision={precision}")
