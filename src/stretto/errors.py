@@ -46,6 +46,14 @@ class LoaderError(UserError):
     """A data loader's process died, can't be started, or can't hand over its samples."""
 
 
+class Interrupted(UserError):
+    """A Ctrl-C or SIGTERM ended what was asked; no mistake, but told as shortly."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("interrupted")
+        self.exit_code = exit_code
+
+
 class PeerLost(Exception):
     """A collective ended because another member died or the group was broken: a consequence, not a cause."""
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from stretto.choose import Choice, Planner
 from stretto.corrections import Corrections
-from stretto.errors import UserError
+from stretto.errors import Interrupted, UserError
 from stretto.launch import Job, JobResult, LocalLauncher, WorkerContext
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
@@ -72,12 +72,15 @@ def predict(launcher: LocalLauncher, wanted: Wanted, tell: Callable[[Choice], No
 
     Raises:
         UserError: the task can't be loaded, or no plan trains it.
+        Interrupted: by Ctrl-C or SIGTERM.
     """
     links, factors = wanted.links.to_json(), asdict(wanted.corrections)
     payload = {**vars(wanted), "plans": list(wanted.plans), "links": links, "corrections": factors}
-    job = Job(entry="stretto.planning:work", prepare="stretto.planning:prepare", payload=payload)
+    job = Job(entry="stretto.planning:work", prepare="stretto.planning:prepare", payload=payload, safe_points=False)
     result = launcher.run(job, lambda member, event: tell(Choice.from_json(event["plan"])))
     found = next(iter(result.results.values()), None)
+    if result.failure is None and result.exit_code:
+        raise Interrupted(result.exit_code)
     if result.failure is not None and result.failure.kind == "user":
         raise UserError(result.failure.text)
     if found is None or result.exit_code:

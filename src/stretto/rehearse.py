@@ -165,6 +165,8 @@ class Rehearsals:
             _run(self, plan, EchoGroup(rank, plan.world_size, self.apart, answers), said)
         except PlanError as error:
             said.say({"refused": one_line(error)})
+        except UserError as error:
+            said.say({"mistake": one_line(error)})
 
 
 class _Said:
@@ -211,7 +213,9 @@ class _Player:
             code = child.reap()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise RehearsalError(f"a rank that was run alone ended by {how}; its own words are above, if it had any")
-        return json.loads(line)
+        if isinstance(found := json.loads(line), dict) and "mistake" in found:
+            raise UserError(found["mistake"])
+        return found
 
     def go(self) -> None:
         """Lets it begin its steps."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,27 @@ def test_a_plan_is_told_with_its_parts_and_its_price_and_drawn(tmp_path: Path) -
     assert (
         "take --plan dp=1" in text and "within a step" in text and "links twice as fast" in text and "dollars" in text
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_what_is_measured_and_looked_at(tmp_path: Path, number: signal.Signals) -> None:
+    words = ("train", LINE, "--plan", "auto", "--workers", "2", *SETS)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "looking for a plan ...\n"
+    time.sleep(4)  # links are measured, or plans looked at, for much longer
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 128 + number and told.splitlines()[-1] == "stretto: interrupted"
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_mistake_in_a_task_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(Path(LINE).read_text().replace("TensorDataset(x, torch.sin(2 * x))", "[]"))
+    done = stretto(tmp_path, "plan", "task.py", "--explain", "dp=1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "empty" in done.stderr

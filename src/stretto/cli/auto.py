@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
-
-import typer
 
 from stretto.choose import UNSEEN, Choice, fitting, ranked
 from stretto.cli.options import find_task, parse_sets
@@ -19,7 +16,7 @@ from stretto.corrections import Corrections, corrections_of
 from stretto.errors import UserError
 from stretto.launch import LocalLauncher
 from stretto.plan import Plan
-from stretto.planning import Predicted, Wanted, predict
+from stretto.planning import Wanted, predict
 
 SHARE: Final = 0.1  # of what a run takes by the best plan known, for looking further; where nobody asked to look
 LEAST_SECONDS: Final = 8.0  # what looking further takes at least
@@ -46,15 +43,15 @@ def choose_plan(
 
     Raises:
         UserError: the task can't be loaded, no plan trains it, or none fits.
-        typer.Exit: it was interrupted.
+        Interrupted: by Ctrl-C or SIGTERM.
     """
     workers = workers or max(1, Cluster.measure().cores)
     wanted = Wanted(str(find_task(task)), parse_sets(sets), workers, corrections=corrections_of(runs))
     others: tuple[Choice, ...] = ()
     if not thorough:
-        alone = _predict(launcher, replace(wanted, plans=("dp=1",), limit=room_of(1)), lambda one: None)
+        alone = predict(launcher, replace(wanted, plans=("dp=1",), limit=room_of(1)), lambda one: None)
         if not (others := alone.plans):
-            return _unplanned(alone, Plan())
+            return _unplanned(Plan())
         whole = others[0].seconds * alone.steps
         if others[0].fits and (workers == 1 or SHARE * whole < LEAST_SECONDS):
             why = f"one worker takes about {duration(whole)}; --plan auto looks further"
@@ -63,9 +60,9 @@ def choose_plan(
     from stretto.doctor.links import measure_links  # needs torch, which a short run needn't wait for here
 
     wanted = replace(wanted, links=measure_links(workers, launcher), limit=room_of(workers))
-    predicted = _predict(launcher, wanted, tell_of)
+    predicted = predict(launcher, wanted, tell_of)
     if not predicted.plans:
-        return _unplanned(predicted, Plan(dp=workers))
+        return _unplanned(Plan(dp=workers))
     found = ranked([*others, *predicted.plans])
     if not (fits := fitting(found)):
         least = min(one.memory_bytes for one in found if not one.refused)
@@ -75,18 +72,9 @@ def choose_plan(
     return _chosen(fits[0], f"the best of {len(found) - left} plans{more}", wanted.corrections)
 
 
-def _predict(launcher: LocalLauncher, wanted: Wanted, tell: Callable[[Choice], None]) -> Predicted:
-    found = predict(launcher, wanted, tell)
-    if found.result is not None and found.result.failure is None:
-        print("stretto: interrupted", file=sys.stderr)
-        raise typer.Exit(found.result.exit_code)
-    return found
-
-
-def _unplanned(found: Predicted, plan: Plan) -> Chosen:
+def _unplanned(plan: Plan) -> Chosen:
     """What ended the planning is most likely the task's own, and the run tells it whole."""
-    failure = found.result.failure if found.result else None
-    return Chosen(plan, f"it could not be planned, as {found.failed or (failure.where() if failure else '')} failed")
+    return Chosen(plan, "it could not be planned; the run tells why")
 
 
 def _chosen(one: Choice, why: str, corrections: Corrections) -> Chosen:

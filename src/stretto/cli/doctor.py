@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,6 +79,7 @@ def _here(workers: int | None, folder: Path, others: tuple[str | None, ...]) -> 
 def _there(hosts: str, workers: int | None, folder: Path, reach: str | None, python: str | None) -> Examined:
     from stretto.doctor.hosts import connect, examine_hosts
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started elsewhere is ended first
     with connect(hosts, reach or SSH, python or "") as reached:
         return examine_hosts(reached, workers, folder)
 

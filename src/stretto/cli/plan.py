@@ -100,7 +100,7 @@ def plan_command(
             software != "stretto"
         ):
             raise UserError(f"{wrong[0]} is for --model; a TASK is rehearsed as it is")
-        settings = [*(sets or ()), *([f"batch={batch}"] if batch else [])]
+        settings = [*(sets or ()), *([] if batch is None else [f"batch={batch}"])]
         plan_task(task, settings, workers, memory, Asked(explain, on, picture, price), json)
         return
     if check is not None:

@@ -41,6 +41,8 @@ class Asked:
 
     def __post_init__(self) -> None:
         """Raises UserError for what means nothing."""
+        if self.picture is not None and not self.picture.absolute().parent.is_dir():
+            raise UserError(f"--picture: {self.picture} can't be written: there is no folder {self.picture.parent}")
         if self.price is not None and self.price <= 0:
             raise UserError(f"--price {self.price:g}: expected dollars over 0")
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,9 +17,9 @@ from pydantic_core import PydanticCustomError
 from stretto.cluster import Cluster
 from stretto.doctor.checks import Check, checks
 from stretto.doctor.links import measure_links
-from stretto.errors import LaunchError, UserError
+from stretto.errors import UserError
 from stretto.launch import LocalLauncher
-from stretto.launch.job import Job
+from stretto.launch.job import Job, result_of
 from stretto.planner.tables import LinkTable
 
 SAME: Final = 0.1  # between the logarithms of the rates of two hosts of one kind, measured at other moments
@@ -79,10 +79,8 @@ def examine_host(workers: int, folder: Path) -> Host:
     """
     looked = tuple(checks(workers, folder))
     with LocalLauncher() as launcher:
-        result = launcher.run(Job(entry="stretto.doctor.rates:work", num_workers=workers))
-        rates = [found for found in result.results.values() if found is not None]
-        if len(rates) < workers:
-            raise LaunchError(f"{workers} workers could not be measured: {result.failure}")
+        result = launcher.run(Job(entry="stretto.doctor.rates:work", num_workers=workers, safe_points=False))
+        rates = result_of(result, f"{workers} workers could not be measured")
         links = measure_links(workers, launcher)
     memory = mean([one["memory_bytes_per_second"] for one in rates])
     return Host(workers, Cluster.measure(), looked, matrix_mean(rates), memory, links)
@@ -104,7 +102,7 @@ def mean(values: Sequence[float]) -> float:
 class _Times(BaseModel):
     model_config = ConfigDict(extra="forbid")
     bytes: list[int] = Field(min_length=1)
-    seconds: list[float] = Field(min_length=1)
+    seconds: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(min_length=1)
 
     @model_validator(mode="after")
     def as_many(self) -> _Times:
@@ -165,14 +163,17 @@ def read_links(path: Path) -> tuple[int, LinkTable]:
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or "hosts" not in values:
+        if not isinstance(values, dict):
+            raise UserError(f"{path} holds nothing of a cluster; `stretto doctor -o {path.name}` writes such a file")
+        if "hosts" not in values:
             one = _Measured.model_validate(values)
             return one.workers, LinkTable.from_json(one.links.model_dump())
         found = _MeasuredHosts.model_validate(values)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        told = f"{path} is no YAML: {' '.join(str(error).split())}"
+        raise UserError(f"{told}; `stretto doctor -o {path.name}` writes it anew") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"

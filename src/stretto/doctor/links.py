@@ -14,9 +14,8 @@ import torch
 
 from stretto.comm.group import SHARED_MEMORY, Group, Rendezvous
 from stretto.comm.members import Members
-from stretto.errors import LaunchError
 from stretto.launch import LocalLauncher, WorkerContext
-from stretto.launch.job import Job
+from stretto.launch.job import Job, result_of
 from stretto.mesh import Mesh
 from stretto.planner.tables import LinkTable
 
@@ -34,12 +33,10 @@ def measure_links(workers: int, launcher: LocalLauncher) -> LinkTable:
 
     Raises:
         UserError: the workers can't be started, or don't find one another.
+        Interrupted: by Ctrl-C or SIGTERM.
     """
-    result = launcher.run(Job(entry="stretto.doctor.links:work", num_workers=workers))
-    first = next(iter(result.results.values()), None)
-    if first is None:
-        raise LaunchError(f"the links of {workers} workers were not measured: {result.failure}")
-    return LinkTable.from_json(first)
+    result = launcher.run(Job(entry="stretto.doctor.links:work", num_workers=workers, safe_points=False))
+    return LinkTable.from_json(result_of(result, f"the links of {workers} workers were not measured")[0])
 
 
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:

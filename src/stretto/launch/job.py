@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.elastic.failure import Failure
+from stretto.errors import Interrupted, LaunchError, one_line
 from stretto.watch import HANG_AFTER_SECONDS
 
 
@@ -29,6 +30,7 @@ class Job:
         threads: threads of one worker's operators.
         log_dir: folder for ``member-ID.log``; without it workers print where the launcher prints.
         python_path: folders searched for modules first.
+        safe_points: the workers look whether they shall end; else the first Ctrl-C or SIGTERM kills them.
         hang_after: seconds in which nothing moves until a job whose workers wait for one another is ended; 0: never.
     """
 
@@ -41,6 +43,7 @@ class Job:
     threads: int = 1
     log_dir: Path | None = None
     python_path: tuple[str, ...] = ()
+    safe_points: bool = True
     hang_after: float = HANG_AFTER_SECONDS
 
     def log_of(self, member: str) -> Path | None:
@@ -79,6 +82,23 @@ class JobResult:
     exit_code: int
     results: dict[str, dict[str, Any] | None]
     failure: Failure | None = None
+
+
+def result_of(result: JobResult, what: str) -> list[dict[str, Any]]:
+    """What the workers of a job returned that has no safe points.
+
+    Args:
+        what: in words, such as "the links of 2 workers were not measured".
+
+    Raises:
+        Interrupted: it was.
+        LaunchError: a worker ended badly.
+    """
+    if result.failure is not None:
+        raise LaunchError(f"{what}: {one_line(result.failure)}")
+    if result.exit_code:
+        raise Interrupted(result.exit_code)
+    return [found for found in result.results.values() if found is not None]
 
 
 def resolve(reference: str) -> Callable[..., Any]:

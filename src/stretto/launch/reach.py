@@ -63,9 +63,13 @@ def command(reach: str, host: str, python: str) -> list[str]:
     if not any("{host}" in word for word in words):
         raise UserError(f"--reach {reach}: expected {{host}} where the host's name goes, as in '{SSH}'")
     far = [python, "-P", "-m", "stretto.launch.far"]
-    if os.path.basename(words[0]) == "ssh":  # a shell reads what ssh is given
+    if _by_ssh(words):  # a shell reads what ssh is given
         far = [shlex.join(far)]
     return [*(word.replace("{host}", host) for word in words), *far]
+
+
+def _by_ssh(words: Sequence[str]) -> bool:
+    return os.path.basename(words[0]) == "ssh"
 
 
 class Far:
@@ -74,7 +78,7 @@ class Far:
     def __init__(self, place: Place, reach: str = SSH, python: str = "") -> None:
         self.place = place
         words = command(reach, place.name, python or sys.executable)
-        self._shown, self._buffer = shlex.join(words[: -1 if len(words) < 5 else -4]), b""
+        self._shown, self._buffer = shlex.join(words[: -1 if _by_ssh(words) else -4]), b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         try:
             self._process = subprocess.Popen(

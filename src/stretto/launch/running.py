@@ -102,7 +102,7 @@ class RunningJob:
         self._results: dict[str, dict[str, Any] | None] = {}
         self._tail: Tail | None = None
         self._deadline: float | None = None
-        self._interrupted = False
+        self._interrupted = not job.safe_points
         self._finish: Finish | None = None
         self._watcher = Watcher(job.hang_after)
 
