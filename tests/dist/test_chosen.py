@@ -25,10 +25,11 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
 
 
+@pytest.mark.matrix  # half a minute each
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "task",
-    [CNN, *(pytest.param(task, marks=pytest.mark.matrix) for task in (TOWERS, LLAMA))],
+    (CNN, TOWERS, LLAMA),
     ids=lambda task: task.stem,
 )
 def test_the_first_five_plans_train_to_one_devices_losses(tmp_path: Path, task: Path) -> None:

@@ -225,6 +225,7 @@ def test_a_loop_that_decides_by_a_metric_decides_alike_on_every_rank_hg05(
     assert kept(tmp_path / "run") == [2, 3]
 
 
+@pytest.mark.matrix
 def test_the_ranking_example_learns_more_than_which_items_are_liked(launcher: LocalLauncher, tmp_path: Path) -> None:
     """Rows from two workers through summarize; the best step by them is kept."""
     summary = trained(launcher, tmp_path / "run", task=RANKING, steps=300, eval_every=100)

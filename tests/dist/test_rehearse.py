@@ -77,6 +77,7 @@ def test_a_rank_that_dies_is_told(rehearsals: Rehearsals, monkeypatch: pytest.Mo
         rehearsals.run(Plan.parse("dp=2"))
 
 
+@MATRIX
 def test_links_are_measured_for_each_number_of_members(launcher: LocalLauncher) -> None:
     table = measure_links(2, launcher)
     kinds = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "message"}

@@ -309,7 +309,7 @@ def test_a_misspelt_setting_costs_one_line_and_the_launcher_loads_no_torch(tmp_p
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     done = Done(ended.returncode, ended.stdout, ended.stderr)
     assert "--set widht: no such setting; did you mean 'width'?" in one_line_of(done)
-    assert done.out == "starting 1 worker ...\n[] False\n"
+    assert done.out == "looking for a plan ...\n[] False\n"
     assert list(tmp_path.glob("runs/*")) == []  # a folder in which nothing was begun is taken away again
 
 

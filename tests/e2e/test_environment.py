@@ -130,7 +130,7 @@ def test_a_soft_limit_is_raised_for_all_that_is_started(tmp_path: Path) -> None:
         "    kept = [open('/dev/null') for _ in range(100)]\n",
     )
     (tmp_path / "task.py").write_text(text)
-    command = f"ulimit -S -n 40; ulimit -H -n 90; exec {STRETTO} train task.py --run run"
+    command = f"ulimit -S -n 40; ulimit -H -n 90; exec {STRETTO} train task.py --workers 1 --run run"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "files 90 90\n" in done.stdout
     told = "too many open files while opening /dev/null: the limit is 90; raise it (`ulimit -n`), or close what is"

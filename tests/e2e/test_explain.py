@@ -29,6 +29,7 @@ def test_each_parameter_is_listed_with_its_reason() -> None:
     assert "an embedding looks the same rows up whatever the input" in rows["position.weight"]["why"]
 
 
+@pytest.mark.matrix
 def test_a_head_that_is_whole_has_the_reason_of_its_loss() -> None:
     for kind, why in (("gather", "dimension 0 cut along an axis of 13"), ("masked", "(the loss can't be traced: ")):
         told = explain("tests/tasks/word_losses.py", "--plan", "tp=2", "--set", f"kind={kind}", "--json")
@@ -60,6 +61,7 @@ def test_what_does_nothing_is_said_with_the_reason() -> None:
     assert "microbatches=2          active: " in told.stdout
 
 
+@pytest.mark.matrix
 def test_a_sequence_is_named_by_its_length_or_why_there_is_none() -> None:
     told = explain("examples/gpt", "--plan", "tp=2,sequence=true", "--set", "depth=1", "--set", "context=24")
     assert told.returncode == 0, told.stderr

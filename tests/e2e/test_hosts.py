@@ -37,6 +37,7 @@ def of_ours(mark: str) -> list[str]:
     return found
 
 
+@pytest.mark.matrix  # half a minute; what ends with the near side is looked at every day
 def test_two_hosts_are_looked_at_and_measured_and_nothing_is_left_on_them(tmp_path: Path) -> None:
     done = doctor(tmp_path, *LOOPBACK, "-o", "cluster.yaml", "--json")
     found = json.loads(done.stdout)

@@ -79,6 +79,7 @@ def test_a_mistake_costs_one_line(tmp_path: Path, words: tuple[str, ...], says: 
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.matrix
 def test_a_plan_is_told_with_its_parts_and_its_price_and_drawn(tmp_path: Path) -> None:
     words = ("plan", LINE, "--workers", "1", "--batch", "4", "--explain", "dp=1", "--price", "3600", *SETS)
     found = json.loads(good(tmp_path, *words, "--picture", "plan.svg", "--json"))
@@ -95,7 +96,7 @@ def test_a_plan_is_told_with_its_parts_and_its_price_and_drawn(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
 def test_one_signal_ends_what_is_measured_and_looked_at(tmp_path: Path, number: signal.Signals) -> None:
     words = ("train", LINE, "--plan", "auto", "--workers", "2", *SETS)
     process = subprocess.Popen(

@@ -34,7 +34,7 @@ def run(launcher: LocalLauncher, entry: str, **payload: Any) -> list[Any]:
     [
         ("gpt", {"dropout": "0.2"}, (PLANS[0], PLANS[2])),
         pytest.param("gpt", {"dropout": "0.2", "kind": "sgd"}, (WITH_SAMPLES[1],), marks=pytest.mark.matrix),
-        ("llama", {"kind": "sgd"}, (PLANS[1],)),
+        pytest.param("llama", {"kind": "sgd"}, (PLANS[1],), marks=pytest.mark.matrix),
         pytest.param("gpt", {"dropout": "0.2"}, (*PLANS, *WITH_SAMPLES), marks=pytest.mark.matrix),
         pytest.param("llama", {}, (*PLANS, *WITH_SAMPLES), marks=pytest.mark.matrix),
         pytest.param("bert", {}, (*PLANS, *WITH_SAMPLES), marks=pytest.mark.matrix),

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LANES = ROOT / "scripts" / "lanes.py"
-FOLDERS = ("dist", "e2e", "new", "parity", "unit")
+FOLDERS = ("chaos", "dist", "e2e", "new", "parity", "unit")
 # Each test writes when it begins and when it ends. The two lanes' first tests wait for each other.
 TEST = """
 import time, pathlib, pytest
