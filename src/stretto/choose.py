@@ -54,6 +54,7 @@ class Choice:
         seconds: of a step; ``work``: of those, of the rank that works longest.
         exposed: seconds of that rank in which it only communicates or waits, by kind of call.
         quicker: seconds of a step if every call took half as long.
+        samples: that the task has to train on.
         refused: why the plan doesn't fit the task; the rest is empty then.
     """
 
@@ -63,6 +64,7 @@ class Choice:
     exposed: dict[str, float] = field(default_factory=dict, hash=False)
     quicker: float = math.nan
     room: Room | None = None
+    samples: int = 0
     refused: str = ""
 
     @property
@@ -94,6 +96,7 @@ class Choice:
             "memory_bytes_laid_out": self.room.laid_out,
             "memory_bytes_kept": self.room.kept,
             "probability_over": self.room.risk,
+            "samples": self.samples,
         }
 
     @classmethod
@@ -104,7 +107,8 @@ class Choice:
         laid_out, kept, most = (values[f"memory_bytes{which}"] for which in ("_laid_out", "_kept", ""))
         step, work, exposed = (values[f"{what}_seconds"] for what in ("step", "work", "exposed"))
         room = Room(laid_out, kept, most, values["probability_over"])
-        return cls(values["plan"], step, work, exposed, values["step_seconds_of_twice_the_links"], room)
+        twice, samples = values["step_seconds_of_twice_the_links"], values["samples"]
+        return cls(values["plan"], step, work, exposed, twice, room, samples)
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,7 @@ class Planner:
             {kind: factors.waits * seconds for kind, seconds in step.exposed[busiest].items()},
             factors.seconds(quicker.work[busiest], quicker.seconds - quicker.work[busiest]),
             Room(laid_out, kept, most, probability_over(most, self.limit)),
+            found.samples,
         )
 
     def choose(

@@ -7,15 +7,17 @@ is said to need counts from where a run's summary counts it. Who asks needs no t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from stretto.choose import Choice, Planner
 from stretto.corrections import Corrections
-from stretto.errors import Interrupted, UserError
-from stretto.launch import Job, JobResult, LocalLauncher, WorkerContext
+from stretto.elastic.failure import Failure
+from stretto.errors import UserError
+from stretto.launch import Job, LocalLauncher, WorkerContext
+from stretto.launch.job import result_of
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
 from stretto.preload import ANY_PLAN
@@ -51,16 +53,15 @@ class Predicted:
 
     Args:
         plans: the one to take first.
-        steps, batch: of the task's recipe; ``samples``: that it has to train on.
-        result: how the job ended, where it did not end well.
+        steps, batch: of the task's recipe.
+        failure: how the job ended, where the task ended it.
         failed: why a rehearsal ended by itself, where one did.
     """
 
     plans: tuple[Choice, ...] = ()
     steps: int = 0
     batch: int = 0
-    samples: int = 0
-    result: JobResult | None = None
+    failure: Failure | None = None
     failed: str = ""
 
 
@@ -78,13 +79,11 @@ def predict(launcher: LocalLauncher, wanted: Wanted, tell: Callable[[Choice], No
     payload = {**vars(wanted), "plans": list(wanted.plans), "links": links, "corrections": factors}
     job = Job(entry="stretto.planning:work", prepare="stretto.planning:prepare", payload=payload, safe_points=False)
     result = launcher.run(job, lambda member, event: tell(Choice.from_json(event["plan"])))
-    found = next(iter(result.results.values()), None)
-    if result.failure is None and result.exit_code:
-        raise Interrupted(result.exit_code)
     if result.failure is not None and result.failure.kind == "user":
         raise UserError(result.failure.text)
-    if found is None or result.exit_code:
-        return Predicted(result=result)
+    if result.failure is not None:
+        return Predicted(failure=result.failure)
+    (found,) = result_of(result, "the plans were not looked at")
     return Predicted(**{**found, "plans": tuple(map(Choice.from_json, found["plans"]))})
 
 
@@ -111,8 +110,8 @@ def prepare(payload: dict[str, Any], report: Callable[[dict[str, Any]], None]) -
             found = planner.choose(wanted.workers, tell, wanted.seconds)
     except RehearsalError as error:
         failed = str(error)
-    task = rehearsals.task
-    sizes = {"steps": task.recipe.steps, "batch": task.recipe.batch, "samples": len(cast(Sized, task.data()["train"]))}
+    recipe = rehearsals.task.recipe
+    sizes = {"steps": recipe.steps, "batch": recipe.batch}
     return {"plans": [one.to_json() for one in found], **sizes, "failed": failed}
 
 

@@ -61,6 +61,7 @@ class Rehearsed:
         memory: of each rank, beside what the process had before the model was built: bytes once the model was laid out,
             after the steps, and at the most, as ``summary.json`` has it of a run.
         assignment: which operations are in which stage, for a plan that cuts the traced graph; JSON.
+        samples: that the task has to train on.
         refused: why the plan doesn't fit the task; the rest is empty then.
     """
 
@@ -68,6 +69,7 @@ class Rehearsed:
     steps: tuple[tuple[tuple[Event, ...], ...], ...] = ()
     memory: tuple[tuple[int, int, int], ...] = ()
     assignment: dict[str, Any] | None = None
+    samples: int = 0
     refused: str = ""
 
     @property
@@ -156,7 +158,8 @@ class Rehearsals:
             tuple(tuple(map(_event, step)) for step in ranks)
             for ranks in zip(*(one["steps"] for one in heard), strict=True)
         )
-        return Rehearsed(str(plan), steps, tuple(tuple(one["memory"]) for one in heard), heard[0]["assignment"])
+        memory = tuple(tuple(one["memory"]) for one in heard)
+        return Rehearsed(str(plan), steps, memory, heard[0]["assignment"], heard[0]["samples"])
 
     def _play(self, plan: Plan, rank: int, answers: list[Any], said: _Said) -> None:
         """One rank's process: lays out, waits for the others to have laid out, steps."""
@@ -271,7 +274,7 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
     _end(of, plan, machinery, data)
     memory = [size - of.imports_bytes for size in (laid_out, kept, max(peak, peak_rss_bytes(sharers)))]
     assignment = cast(Any, machinery.applied).assignment.to_json() if plan.traced else None
-    said.say({"steps": steps[WARM:], "memory": memory, "assignment": assignment})
+    said.say({"steps": steps[WARM:], "memory": memory, "assignment": assignment, "samples": len(feeder)})
 
 
 def _end(of: Rehearsals, plan: Plan, machinery: Machinery, data: Mapping[str, Feeder]) -> None:

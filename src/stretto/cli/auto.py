@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from stretto.choose import UNSEEN, Choice, fitting, ranked
-from stretto.cli.options import find_task, parse_sets
 from stretto.cli.plan_task import room_of, tell_of
 from stretto.cli.words import duration, size
 from stretto.cluster import Cluster
@@ -32,7 +31,7 @@ class Chosen:
 
 
 def choose_plan(
-    launcher: LocalLauncher, task: str, sets: Sequence[str] | None, workers: int | None, runs: Path, thorough: bool
+    launcher: LocalLauncher, task: Path, sets: Mapping[str, str], workers: int | None, runs: Path, thorough: bool
 ) -> Chosen:
     """The plan to take on this machine.
 
@@ -46,7 +45,7 @@ def choose_plan(
         Interrupted: by Ctrl-C or SIGTERM.
     """
     workers = workers or max(1, Cluster.measure().cores)
-    wanted = Wanted(str(find_task(task)), parse_sets(sets), workers, corrections=corrections_of(runs))
+    wanted = Wanted(str(task), dict(sets), workers, corrections=corrections_of(runs))
     others: tuple[Choice, ...] = ()
     if not thorough:
         alone = predict(launcher, replace(wanted, plans=("dp=1",), limit=room_of(1)), lambda one: None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.cli.options import JsonOption, SetOption, TaskArgument, find_task, parse_sets
+from stretto.cli.options import JsonOption, SetOption, TaskArgument, find_task, parse_sets, write_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,10 +39,7 @@ def explain_command(
         raise UserError(f"--picture draws the schedule of a pipeline, and plan {parsed} has none; give it pp or branch")
     found = explain(load_task(find_task(task), parse_sets(sets)), parsed)
     if picture is not None and found.timeline is not None:
-        try:
-            picture.write_text(drawn(found.timeline, f"plan {parsed}"), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--picture: {picture} can't be written: {error.strerror}") from error
+        write_picture(picture, drawn(found.timeline, f"plan {parsed}"))
     if json:
         print(dumps(found.to_json()))
         return

@@ -122,14 +122,14 @@ def launch_training(launch: Launch, *, quiet: bool, launcher: LocalLauncher | No
     return conclude(result, display, run)
 
 
-def conclude(result: JobResult, display: Display | None, run: Path | None) -> int:
+def conclude(result: JobResult, display: Display, run: Path | None) -> int:
     """Says how a job ended where that is not good, the cause last. Returns the exit code."""
     sys.stdout.flush()
     can_resume = run is not None and has_checkpoint(run)
     resume = f"stretto resume {shlex.quote(shown_path(run))}" if run is not None else ""
     failure = result.failure
     if failure is None:
-        if result.exit_code and (display is None or display.summary is None):
+        if result.exit_code and display.summary is None:
             kept = f"; go on with: {resume}" if can_resume else "; no checkpoint had been written" if resume else ""
             print(f"stretto: interrupted{kept}", file=sys.stderr)
         return result.exit_code

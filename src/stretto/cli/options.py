@@ -98,6 +98,14 @@ def find_task(text: str) -> Path:
     return resolve_task_path(path)
 
 
+def write_picture(file: Path, text: str) -> None:
+    """What ``--picture`` asks for. Raises UserError where the file can't be written."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--picture: {file} can't be written: {error.strerror}") from error
+
+
 def shown_path(path: Path | str) -> str:
     """The path as a person would type it from here; a task's folder stands for its ``task.py``."""
     absolute = Path(path).absolute()

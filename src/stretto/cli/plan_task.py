@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from stretto.cli.options import find_task, parse_sets
+from stretto.cli.options import find_task, parse_sets, write_picture
 from stretto.cli.words import count, duration, size
 from stretto.errors import UserError
 
@@ -58,7 +58,6 @@ def plan_task(
     """Rehearses the plans, or one, and prints the best."""
     from json import dumps
 
-    from stretto.cli.launching import conclude
     from stretto.cluster import Cluster
     from stretto.corrections import corrections_of
     from stretto.doctor.examine import read_links
@@ -80,8 +79,9 @@ def plan_task(
         plans = () if given is None else (str(given),)
         wanted = Wanted(path, settings, number, plans, links, limit, corrections_of(Path("runs")))
         found = predict(launcher, wanted, tell_of)
-    if found.result is not None:
-        raise typer.Exit(conclude(found.result, None, None))
+    if found.failure is not None:
+        print(found.failure, file=sys.stderr)
+        raise typer.Exit(found.failure.exit_code)
     if found.failed:
         raise UserError(found.failed)
     if asked.picture is not None:
@@ -122,10 +122,7 @@ def _draw(found: Predicted, file: Path) -> None:
     points = frontier(found.plans)
     if not points:
         raise UserError("--picture: every plan is refused, so there is nothing to draw")
-    try:
-        file.write_text(draw(points, None, "plans by the memory of a worker"), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--picture: {file} can't be written: {error.strerror}") from error
+    write_picture(file, draw(points, None, "plans by the memory of a worker"))
 
 
 def _epoch(found: Predicted, workers: int, asked: Asked) -> dict[str, float]:
@@ -134,9 +131,9 @@ def _epoch(found: Predicted, workers: int, asked: Asked) -> dict[str, float]:
 
     if not (fits := fitting(found.plans)):
         return {}
-    best = fits[0].seconds
-    hours = best * found.samples / found.batch / 3600
-    known = {"samples_per_second": found.batch / best, "epoch_hours": hours}
+    rate = found.batch / fits[0].seconds
+    hours = fits[0].samples / rate / 3600
+    known = {"samples_per_second": rate, "epoch_hours": hours}
     return known if asked.price is None else {**known, "epoch_dollars": hours * asked.price * workers}
 
 
@@ -178,4 +175,4 @@ def _print_best(found: Predicted, fits: Sequence[Choice], workers: int, asked: A
         print(f"  {told}")
     once = _epoch(found, workers, asked)
     dollars = f", {once['epoch_dollars']:,.2f} dollars" if "epoch_dollars" in once else ""
-    print(f"  an epoch of {found.samples:,} samples: {duration(3600 * once['epoch_hours'])}{dollars}")
+    print(f"  an epoch of {best.samples:,} samples: {duration(3600 * once['epoch_hours'])}{dollars}")

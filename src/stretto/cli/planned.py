@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
+from stretto.cli.options import write_picture
 from stretto.cli.words import count, duration
 from stretto.errors import UserError, nearest
 from stretto.planner.advise import MEMORY, PARTS, PLAYED, Advice, Advised, advise, explain_plan, frontier
@@ -89,11 +90,7 @@ def _draw(scorer: Scorer, best: Advised, file: Path) -> None:
     from stretto.planner.picture import draw
 
     played = explain_plan(scorer, best.plan)[1]
-    text = draw(frontier(scorer), played, f"plan {best.plan}")
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--picture: {file} can't be written: {error.strerror}") from error
+    write_picture(file, draw(frontier(scorer), played, f"plan {best.plan}"))
 
 
 def _print_head(space: Space, software: str, file: Path) -> None:

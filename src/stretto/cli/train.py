@@ -57,7 +57,7 @@ def train_command(
             launcher = held.enter_context(LocalLauncher(preloads(None)))
             from stretto.cli.auto import choose_plan  # while the launcher's imports go on
 
-            found = choose_plan(launcher, task, sets, workers, folder.path.parent, thorough=plan == "auto")
+            found = choose_plan(launcher, path, given, workers, folder.path.parent, thorough=plan == "auto")
             chosen, named = found.plan, str(found.plan)
             if set(preloads(chosen)) > set(preloads(None)):
                 launcher.close()

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from stretto.cluster import Cluster
 from stretto.doctor.checks import Check, checks
 from stretto.doctor.links import measure_links
-from stretto.errors import UserError
+from stretto.errors import UserError, one_line
 from stretto.launch import LocalLauncher
 from stretto.launch.job import Job, result_of
 from stretto.planner.tables import LinkTable
@@ -172,7 +172,7 @@ def read_links(path: Path) -> tuple[int, LinkTable]:
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        told = f"{path} is no YAML: {' '.join(str(error).split())}"
+        told = f"{path} is no YAML: {one_line(error)}"
         raise UserError(f"{told}; `stretto doctor -o {path.name}` writes it anew") from error
     except ValidationError as error:
         first = error.errors()[0]

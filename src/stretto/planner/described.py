@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from stretto.errors import UserError, nearest
+from stretto.errors import UserError, nearest, one_line
 from stretto.planner.hardware import GIGA, Machines, find_device
 from stretto.planner.transformer import Transformer
 
@@ -128,7 +128,7 @@ def _read(kind: type[_T], path: Path) -> _T:
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is no YAML: {one_line(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path}: expected keys with values ({', '.join(kind.model_fields)}), got {str(found)[:40]!r}")
     try:
