@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +14,9 @@ import pytest
 from stretto.choose import UNSEEN, Planner, fitting, probability_over
 from stretto.corrections import Corrections
 from stretto.doctor.links import measure_links
-from stretto.errors import UserError
+from stretto.errors import Interrupted, UserError
 from stretto.launch import LocalLauncher
-from stretto.launch.job import Job
+from stretto.launch.job import Job, result_of
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
 from stretto.rehearse import Rehearsals
@@ -85,6 +88,22 @@ def test_links_are_measured_for_each_number_of_members(launcher: LocalLauncher) 
     for kind in kinds:
         small, large = table.curves[kind, 2, 1][0], table.curves[kind, 2, 1][-1]
         assert 0 < small[1] < large[1] < 10 and small[0] < large[0], kind
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_workers_that_have_no_safe_points(
+    launcher: LocalLauncher, number: signal.Signals
+) -> None:
+    helpers = (str(ROOT / "tests" / "helpers"),)
+    began = time.monotonic()
+    result = launcher.run(
+        Job("rehearsing:sleeps", python_path=helpers, safe_points=False),  # one worker: one signal
+        lambda member, event: os.kill(os.getpid(), number),
+    )
+    assert time.monotonic() - began < 20 and result.exit_code == 128 + number
+    with pytest.raises(Interrupted) as told:
+        result_of(result, "nothing")
+    assert told.value.exit_code == 128 + number and str(told.value) == "interrupted"
 
 
 def test_what_fits_is_chosen_before_what_is_faster_and_saving_comes_where_nothing_fits(rehearsals: Rehearsals) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 from typing import Any
 
@@ -42,3 +43,9 @@ def calls(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
     found = {"collectives": group.under_way()[1] - begun, "sent": sent}
     disassemble(machinery)
     return found
+
+
+def sleeps(payload: dict[str, Any], context: WorkerContext) -> None:
+    """Looks at nothing for a minute, once it has said so."""
+    context.control.send({"kind": "asleep"})
+    time.sleep(60)
