@@ -32,12 +32,11 @@ from apart import links_between, run_apart, two_hosts
 from stretto.cluster import Cluster
 from stretto.doctor.links import measure_links
 from stretto.launch import LocalLauncher
-from stretto.launch.job import Job
+from stretto.launch.job import Job, result_of
 from stretto.order import TrainOrder
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
 from stretto.preload import preloads_of
-from stretto.rehearse import Rehearsals
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANS = (
@@ -94,18 +93,18 @@ def on_this_host(launcher: LocalLauncher, payload: dict[str, Any], world_size: i
 
 def case(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
     """Each plan of a task; with a ``rate``, over two hosts."""
-    path, sets = CASES[name]
+    path, _ = CASES[name]
     with ExitStack() as stack:
+        launcher = stack.enter_context(LocalLauncher(preloads_of()))
         if rate:
             hosts = stack.enter_context(two_hosts(rate))
             links = links_between(hosts)
             launch: Launched = lambda payload, size: run_apart(hosts, payload, size)[0]  # noqa: E731
         else:
-            launcher = stack.enter_context(LocalLauncher(preloads_of()))
             links = measure_links(2, launcher)
             launch = partial(on_this_host, launcher)
         real = partial(measured, path=path, steps=options.steps, launcher=launch)
-        found = figures(Rehearsals.of(ROOT / path, {**sets, "steps": "20"}, apart=bool(rate)), links, real, options)
+        found = figures(partial(predicted, name, links, bool(rate), launcher), real, options)
     rows = []
     for plan, one in found.items():
         row = {"task": f"{name} over {rate}" if rate else name, "plan": plan}
@@ -122,20 +121,36 @@ def case(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "links": links.to_json()}
 
 
+def predicted(name: str, links: LinkTable, apart: bool, launcher: LocalLauncher) -> list[dict[str, Any]]:
+    """What is predicted of each plan of a task, in a host's process as ``stretto plan`` does."""
+    path, sets = CASES[name]
+    payload = {"task": str(ROOT / path), "sets": {**sets, "steps": "20"}, "plans": PLANS, "apart": apart}
+    job = Job(
+        entry="timed:rehearsed",
+        payload={**payload, "links": links.to_json()},
+        prepare="timed:rehearse",
+        python_path=(str(Path(__file__).parent),),
+        safe_points=False,
+    )
+    (found,) = result_of(launcher.run(job), "the plans were not looked at")
+    return list(found)
+
+
 def figures(
-    rehearsals: Rehearsals, links: LinkTable, real: Callable[..., tuple[float, float]], options: argparse.Namespace
+    predict: Callable[[], list[dict[str, Any]]],
+    real: Callable[..., tuple[float, float]],
+    options: argparse.Namespace,
 ) -> dict[str, dict[str, list[float]]]:
     """Of each plan, what each round found."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     _, sets = CASES[options.case]
     for _ in range(options.rounds):
-        for plan in PLANS:
-            one = rehearsals.run(Plan.parse(plan))
-            if one.refused:
-                print(f"{options.case} {plan}: {one.refused}")
+        for plan, one in zip(PLANS, predict(), strict=True):
+            if "refused" in one:
+                print(f"{options.case} {plan}: {one['refused']}")
                 continue
-            found[plan]["predicted"].append(one.play(links).seconds)
-            found[plan]["predicted_bytes"].append(float(max(one.memory_bytes)))
+            found[plan]["predicted"].append(one["step_seconds"])
+            found[plan]["predicted_bytes"].append(float(one["memory_bytes"]))
         for plan in list(found):
             seconds, peak = real(plan, sets)
             found[plan]["measured"].append(seconds)

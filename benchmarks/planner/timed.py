@@ -1,4 +1,4 @@
-"""Workers' entries that step a run and tell how long each step took, without saving."""
+"""Jobs' entries: of workers that step a run and tell how long each step took, and of a host that rehearses plans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from stretto.choose import Planner
 from stretto.comm.group import SHARED_MEMORY
 from stretto.errors import LaunchError
 from stretto.evaluation import evaluate_first
@@ -15,8 +16,11 @@ from stretto.launch import WorkerContext
 from stretto.launch.process import fork
 from stretto.observe import peak_rss_bytes, rss_bytes
 from stretto.order import TrainOrder
+from stretto.plan import Plan
+from stretto.planner.tables import LinkTable
 from stretto.preload import preloads_of
 from stretto.prepared import RunOptions
+from stretto.rehearse import Rehearsals
 from stretto.training import form_group, open_run, prepare
 
 
@@ -54,3 +58,17 @@ def apart(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
         results.seek(0)
         found: dict[str, Any] = json.load(results)
         return found
+
+
+def rehearse(payload: dict[str, Any], report: Any) -> list[dict[str, Any]]:
+    """On the host, as :func:`stretto.planning.prepare` does: what is predicted of each plan. Ranks that will be apart
+    are rehearsed at once all the same, for the hosts are this machine's namespaces and share its cores."""
+    rehearsals = Rehearsals.of(Path(payload["task"]), payload["sets"], apart=payload["apart"])
+    planner = Planner(rehearsals, LinkTable.from_json(payload["links"]))
+    return [planner.predict(Plan.parse(plan)).to_json() for plan in payload["plans"]]
+
+
+def rehearsed(payload: dict[str, Any], context: WorkerContext) -> list[dict[str, Any]]:
+    """The worker's entry: what the host has found."""
+    found: list[dict[str, Any]] = context.prepared
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from stretto.data import Feeder, Generators, check_lengths, lengths_of, open_fee
 from stretto.errors import CheckpointError, ProbeFailed, Refused, TaskError
 from stretto.graph.assignment import Assignment
 from stretto.graph.trace import Scoring
+from stretto.launch.process import aside
 from stretto.machinery import Machinery, widened
 from stretto.observe import free_bytes
 from stretto.parallel import BoundOptimizer, Example, Manner, Roots, Template, apply
@@ -124,6 +126,8 @@ def assemble(
     surround = partial(computing, task.recipe.precision, group.device.type)
     lower = compute if narrow else torch.float32
     manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example, assignment)
+    if group.device.type == HOST.type:  # an accelerator's state doesn't survive a fork
+        manner = replace(manner, aside=aside)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied)

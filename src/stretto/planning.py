@@ -95,7 +95,9 @@ def prepare(payload: dict[str, Any], report: Callable[[dict[str, Any]], None]) -
     wanted = Wanted(**{**payload, "links": links, "corrections": corrections})
     plans = [Plan.parse(text) for text in wanted.plans]
     loaded = plans or ANY_PLAN
-    rehearsals = Rehearsals.of(Path(wanted.task), wanted.sets, plans=loaded, apart=links.background)
+    rehearsals = Rehearsals.of(
+        Path(wanted.task), wanted.sets, plans=loaded, apart=links.background, per_host=links.per_host
+    )
     planner = Planner(rehearsals, links, wanted.limit, corrections)
 
     def tell(one: Choice) -> None:

@@ -3,7 +3,7 @@
 A rank's part runs as in training (the same layout, optimizer and messages, by the same code), but each call to the
 others is answered on the spot (:mod:`stretto.comm.echo`), so its numbers mean nothing and its times do. The ranks'
 notes are then played together with the times of the cluster's links (:mod:`stretto.planner.replay`). Ranks of one host
-run at the same time, as they will share its memory's rate.
+run at the same time, as they will share its cores and its memory's rate; one host's after another's.
 """
 
 from __future__ import annotations
@@ -88,14 +88,16 @@ class Rehearsals:
     """A task whose plans are to be run rank by rank.
 
     Args:
-        apart: the ranks will be on several hosts, so that they share no memory.
-        cores: of this host, shared among a plan's ranks.
+        apart: the ranks will share no memory, as on several hosts.
+        per_host: ranks of one host; 0: all will be on one.
+        cores: of a host, shared among its ranks.
         imports_bytes: resident memory of a forked process before the model was built.
     """
 
     task: Task
     template: Template
     apart: bool = False
+    per_host: int = 0
     cores: int = 1
     imports_bytes: int = 0
 
@@ -107,6 +109,7 @@ class Rehearsals:
         *,
         plans: Sequence[Plan] = ANY_PLAN,
         apart: bool = False,
+        per_host: int = 0,
         cores: int | None = None,
     ) -> Rehearsals:
         """Loads the task and builds the model, once for all plans. The process must not have run an operator on several
@@ -125,7 +128,7 @@ class Rehearsals:
         finally:
             first.end()
         task = load_task(path, settings)
-        return cls(task, build_template(task), apart, cores or Cluster.measure().cores, imports_bytes)
+        return cls(task, build_template(task), apart, per_host, cores or Cluster.measure().cores, imports_bytes)
 
     def run(self, plan: Plan) -> Rehearsed:
         """Every rank of ``plan`` for a few steps, each in a process forked from this one.
@@ -137,21 +140,13 @@ class Rehearsals:
             check(self.template, plan)
         except PlanError as error:
             return Rehearsed(str(plan), refused=one_line(error))
-        players = [_Player(partial(self._play, plan, 0, []))]
-        try:
-            heard = [players[0].hear()]
-            if "refused" not in heard[0]:
-                answers = heard[0]["answers"]
-                others = range(1, plan.world_size)
-                players += [_Player(partial(self._play, plan, rank, list(answers))) for rank in others]
-                heard += [player.hear() for player in players[1:]]
-            if not any("refused" in one for one in heard):
-                for player in players:
-                    player.go()
-                heard = [player.hear() for player in players]
-        finally:
-            for player in players:
-                player.end()
+        heard, answers = list[dict[str, Any]](), list[Any]()
+        at_once = self.per_host or plan.world_size
+        for first in range(0, plan.world_size, at_once):
+            ranks = range(first, min(first + at_once, plan.world_size))
+            heard += self._on_one_host(plan, ranks, answers)
+            if any("refused" in one for one in heard):
+                break
         if refused := next((one["refused"] for one in heard if "refused" in one), ""):
             return Rehearsed(str(plan), refused=refused)
         steps = tuple(
@@ -161,9 +156,34 @@ class Rehearsals:
         memory = tuple(tuple(one["memory"]) for one in heard)
         return Rehearsed(str(plan), steps, memory, heard[0]["assignment"], heard[0]["samples"])
 
-    def _play(self, plan: Plan, rank: int, answers: list[Any], said: _Said) -> None:
-        """One rank's process: lays out, waits for the others to have laid out, steps."""
-        set_threads(max(1, self.cores // plan.world_size))
+    def _on_one_host(self, plan: Plan, ranks: range, answers: list[Any]) -> list[dict[str, Any]]:
+        """What each of the ranks says in the end, or why it refused.
+
+        Args:
+            answers: what rank 0 told the others as it laid out; empty before, filled by it.
+        """
+        players, heard = list[_Player](), list[dict[str, Any]]()
+        try:
+            for rank in ranks:
+                players.append(_Player(partial(self._play, plan, rank, len(ranks), list(answers))))
+                if rank == 0:
+                    heard.append(players[0].hear())
+                    if "refused" in heard[0]:
+                        return heard
+                    answers += heard[0]["answers"]
+            heard += [player.hear() for player in players[len(heard) :]]
+            if not any("refused" in one for one in heard):
+                for player in players:
+                    player.go()
+                heard = [player.hear() for player in players]
+            return heard
+        finally:
+            for player in players:
+                player.end()
+
+    def _play(self, plan: Plan, rank: int, at_once: int, answers: list[Any], said: _Said) -> None:
+        """One rank's process: lays out, waits for the others of its host to have laid out, steps."""
+        set_threads(max(1, self.cores // at_once))
         try:
             _run(self, plan, EchoGroup(rank, plan.world_size, self.apart, answers), said)
         except PlanError as error:

@@ -6,8 +6,9 @@ import os
 import signal
 import time
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from stretto.launch import LocalLauncher
 from stretto.launch.job import Job, result_of
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
-from stretto.rehearse import Rehearsals
+from stretto.rehearse import Rehearsals, _Player
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = str(ROOT / "examples" / "gpt")
@@ -64,6 +65,37 @@ def test_over_sockets_a_gather_of_parts_is_one_call_as_it_was_measured(rehearsal
     found = dataclasses.replace(rehearsals, apart=True).run(Plan.parse("dp=2,zero=2"))
     kinds = [event[2:4] for event in found.steps[-1][1] if event[0] == "begin"]
     assert ("all_gather", (0, 1)) in kinds and "broadcast" not in {kind for kind, _ in kinds}
+
+
+def test_ranks_of_one_host_run_at_once_and_other_hosts_after_them(
+    rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So each has the threads that it will have, and nobody else's work beside it."""
+    there, most = list[_Player](), list[int]()
+    begin, end = _Player.__init__, _Player.end
+
+    def begins(self: _Player, body: Callable[[Any], None]) -> None:
+        begin(self, body)
+        there.append(self)
+        most.append(len(there))
+
+    def ends(self: _Player) -> None:
+        end(self)
+        there.remove(self)
+
+    monkeypatch.setattr(_Player, "__init__", begins)
+    monkeypatch.setattr(_Player, "end", ends)
+    found = dataclasses.replace(rehearsals, apart=True, per_host=2).run(Plan.parse("dp=3,zero=1"))
+    assert most == [1, 2, 1] and [len(step) for step in found.steps] == [3] * len(found.steps)
+    assert found.play(FREE).seconds > 0, "the ranks' notes fit together"
+
+
+def test_the_rank_that_looks_whether_the_graph_is_the_model_needs_no_more_memory_than_the_others() -> None:
+    """It looks for all, at the whole model with its gradients: in a process of its own."""
+    sets = {**SETS, "depth": "4", "width": "512"}
+    found = Rehearsals.of(Path(GPT), sets, cores=1).run(Plan.parse("tp=2"))
+    (one, _, _), (other, _, _) = found.memory
+    assert one < 1.3 * other, f"{one / 1e6:.0f} and {other / 1e6:.0f} MB once laid out"
 
 
 def test_a_plan_that_does_not_fit_the_task_is_refused_with_the_reason(rehearsals: Rehearsals) -> None:

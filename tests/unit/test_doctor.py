@@ -13,7 +13,7 @@ from stretto.cli.plan_task import parse_bytes
 from stretto.cluster import Cluster
 from stretto.doctor import checks as looked
 from stretto.doctor.checks import Check, checks
-from stretto.doctor.examine import Host, read_links
+from stretto.doctor.examine import Host, read_known
 from stretto.errors import UserError
 from stretto.planner.tables import LinkTable
 
@@ -70,8 +70,8 @@ def test_an_interface_that_is_not_there_is_named(tmp_path: Path, monkeypatch: py
 def test_the_cluster_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     host = Host(2, Cluster(cores=2, memory_bytes=1 << 34), (Check("a", "b"),), {"fp32": {"64": 1e9}}, 1e10, TABLE)
     host.write(tmp_path / "host.yaml")
-    workers, links = read_links(tmp_path / "host.yaml")
-    assert workers == 2 and links.to_json() == TABLE.to_json()
+    known = read_known(tmp_path / "host.yaml")
+    assert known.workers == 2 and known.links.to_json() == TABLE.to_json() and known.room is None
     with pytest.raises(UserError, match="can't be written"):
         host.write(tmp_path / "no" / "folder.yaml")
 
@@ -88,10 +88,10 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str, says: st
     path = tmp_path / "host.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=says) as caught:
-        read_links(path)
+        read_known(path)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="can't be read: No such file"):
-        read_links(tmp_path / "none.yaml")
+        read_known(tmp_path / "none.yaml")
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

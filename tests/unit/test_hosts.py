@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from stretto.comm.group import Group, Rendezvous
-from stretto.doctor.examine import read_links
+from stretto.doctor.examine import read_known
 from stretto.doctor.far import meet
 from stretto.doctor.hosts import Examined, FoundHost, _interface, connect, meetings, versions
 from stretto.errors import LaunchError, UserError
@@ -106,19 +106,30 @@ def written(folder: Path, hostnames: tuple[str, str], second: float = 1e9) -> Pa
 
 
 def test_the_file_of_several_hosts_is_read_as_it_was_written(tmp_path: Path) -> None:
-    workers, links = read_links(written(tmp_path, ("x", "y")))
-    assert workers == 4 and links.to_json() == LINKS.to_json()
-    assert "this host is none of those" in links.note and links.pace(3) == 1.0
+    known = read_known(written(tmp_path, ("x", "y")))
+    assert known.workers == 4 and known.links.to_json() == LINKS.to_json()
+    assert "this host is none of those" in known.links.note and known.links.pace(3) == 1.0
+
+
+def test_a_worker_has_room_as_on_the_host_that_has_the_least(tmp_path: Path) -> None:
+    path = written(tmp_path, ("x", "y"))
+    values = yaml.safe_load(path.read_text())
+    values["hosts"][1]["memory_bytes"] = 1 << 29
+    path.write_text(json.dumps(values))
+    assert read_known(path).room == 1 << 28
+    values["hosts"][0]["memory_bytes"] = 0  # it couldn't tell
+    path.write_text(json.dumps(values))
+    assert read_known(path).room is None
 
 
 def test_work_on_a_slower_host_lasts_longer_unless_it_is_as_good_as_the_same(tmp_path: Path) -> None:
     here = socket.gethostname()
-    _, links = read_links(written(tmp_path, (here, "y"), 4e8))
+    links = read_known(written(tmp_path, (here, "y"), 4e8)).links
     assert [links.pace(rank) for rank in range(4)] == [1.0, 1.0, 2.5, 2.5] and not links.note
-    _, links = read_links(written(tmp_path, ("x", here), 5e8))
+    links = read_known(written(tmp_path, ("x", here), 5e8)).links
     assert [links.pace(rank) for rank in (0, 2)] == [0.5, 1.0], "of the host where one plans, a second is a second"
-    assert read_links(written(tmp_path, (here, "y"), 1.05e9))[1].paces == (1.0, 1.0)
-    assert read_links(written(tmp_path, (here, here), 5e8))[1].paces == (1.0, 1.0)
+    assert read_known(written(tmp_path, (here, "y"), 1.05e9)).links.paces == (1.0, 1.0)
+    assert read_known(written(tmp_path, (here, here), 5e8)).links.paces == (1.0, 1.0)
 
 
 def test_a_file_whose_columns_do_not_match_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -127,7 +138,7 @@ def test_a_file_whose_columns_do_not_match_is_refused_in_one_line(tmp_path: Path
     values["links"]["pairs"][0]["bytes"].append(128)
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"links\.pairs\.0: as many bytes as seconds expected"):
-        read_links(path)
+        read_known(path)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def plan_task(
 
     from stretto.cluster import Cluster
     from stretto.corrections import corrections_of
-    from stretto.doctor.examine import read_links
+    from stretto.doctor.examine import read_known
     from stretto.doctor.links import measure_links
     from stretto.launch import LocalLauncher
     from stretto.plan import Plan
@@ -68,14 +68,14 @@ def plan_task(
     from stretto.preload import preloads
 
     given = None if asked.explain is None else Plan.parse(asked.explain, workers)
-    known = None if asked.on is None else read_links(Path(asked.on))
-    if known is not None and known[1].note:
-        print(known[1].note, file=sys.stderr)
-    number = workers or (given.world_size if given else known[0] if known else max(1, Cluster.measure().cores))
-    limit = parse_bytes(memory) if memory is not None else room_of(number)
+    known = None if asked.on is None else read_known(Path(asked.on))
+    if known is not None and known.links.note:
+        print(known.links.note, file=sys.stderr)
+    number = workers or (given.world_size if given else known.workers if known else max(1, Cluster.measure().cores))
+    limit = parse_bytes(memory) if memory is not None else (known and known.room) or room_of(number)
     path, settings = str(find_task(task)), parse_sets(sets)
     with LocalLauncher(preloads(None)) as launcher:
-        links = known[1] if known is not None else measure_links(number, launcher)
+        links = known.links if known is not None else measure_links(number, launcher)
         plans = () if given is None else (str(given),)
         wanted = Wanted(path, settings, number, plans, links, limit, corrections_of(Path("runs")))
         found = predict(launcher, wanted, tell_of)

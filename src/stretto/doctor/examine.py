@@ -136,6 +136,7 @@ class _Host(BaseModel):
     model_config = ConfigDict(extra="ignore")
     hostname: str
     workers: int = Field(ge=1)
+    memory_bytes: int = Field(ge=0)
     matrix_flops: dict[str, dict[str, float]]
 
 
@@ -154,9 +155,24 @@ class _MeasuredHosts(BaseModel):
     links: _Links
 
 
-def read_links(path: Path) -> tuple[int, LinkTable]:
-    """Workers, of all hosts, and links of a file that ``stretto doctor`` wrote. Where it holds several hosts, the table
-    tells how long work takes on each beside this one, if this is one of them.
+@dataclass(frozen=True)
+class Known:
+    """What a file of ``stretto doctor`` tells of the hosts that a task is planned for.
+
+    Args:
+        workers: of all hosts.
+        links: between them; of several hosts also how long work takes on each beside this one, if this is one of them.
+        room: bytes that each worker may have on the host that has the least; None: the file tells of one host, whose
+            free memory counts, or of a host that couldn't tell.
+    """
+
+    workers: int
+    links: LinkTable
+    room: float | None = None
+
+
+def read_known(path: Path) -> Known:
+    """Reads such a file.
 
     Raises:
         UserError: it can't be read, or isn't such a file.
@@ -167,7 +183,7 @@ def read_links(path: Path) -> tuple[int, LinkTable]:
             raise UserError(f"{path} holds nothing of a cluster; `stretto doctor -o {path.name}` writes such a file")
         if "hosts" not in values:
             one = _Measured.model_validate(values)
-            return one.workers, LinkTable.from_json(one.links.model_dump())
+            return Known(one.workers, LinkTable.from_json(one.links.model_dump()))
         found = _MeasuredHosts.model_validate(values)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
@@ -182,7 +198,8 @@ def read_links(path: Path) -> tuple[int, LinkTable]:
     table = LinkTable.from_json(found.links.model_dump())
     paces = _paces(found.hosts, socket.gethostname())
     note = "" if paces else f"this host is none of those in {path}: their work is taken to last as long as here"
-    return sum(host.workers for host in found.hosts), replace(table, paces=paces, note=note)
+    room = min(host.memory_bytes / host.workers for host in found.hosts) or None
+    return Known(sum(host.workers for host in found.hosts), replace(table, paces=paces, note=note), room)
 
 
 def _paces(hosts: Sequence[_Host], here: str) -> tuple[float, ...]:

@@ -15,8 +15,10 @@ kernel therefore cannot have given to anyone else.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
 import gc
+import json
 import os
 import select
 import signal
@@ -26,7 +28,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
+from stretto.errors import ProbeFailed
+
+T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -128,6 +134,46 @@ def fork(body: Callable[[], int], *, own_group: bool = False) -> Child:
         with suppress(OSError):  # done on both sides, so that neither can come too late
             os.setpgid(pid, pid)
     return Child(pid, os.pidfd_open(pid), own_group)
+
+
+def aside(body: Callable[[], T]) -> T:
+    """What ``body`` returns, which must be JSON, from a forked process, so that none of its memory stays here.
+
+    A new thread runs it there: those of OpenMP belong to the thread that started them, and don't survive a fork. Where
+    ``body`` raises, it is run once more here, where that is met whole.
+
+    Raises:
+        ProbeFailed: the process was killed, such as for want of memory, or could not be made.
+    """
+    reading, writing = os.pipe()
+
+    def run() -> int:
+        os.close(reading)
+        faulthandler.disable()
+        found: list[bytes] = []
+
+        def work() -> None:
+            with suppress(BaseException):
+                found.append(json.dumps(body()).encode())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        os.write(writing, b"".join(found))
+        return 0
+
+    try:
+        child = fork(run)
+    except OSError as error:
+        os.close(reading)
+        raise ProbeFailed(f"the machine has no room for a process: {error.strerror}") from error
+    finally:
+        os.close(writing)
+    with open(reading, "rb") as pipe:
+        text = pipe.read()
+    if (status := child.reap()) < 0:
+        raise ProbeFailed(f"its process was ended by {signal.Signals(-status).name}")
+    return cast(T, json.loads(text)) if text else body()
 
 
 def share_heap() -> None:

@@ -101,6 +101,10 @@ class Ranks:
         return self.tensor.rank == 0 and self.has_output
 
 
+def _here(body: Callable[[], Any]) -> Any:
+    return body()
+
+
 @dataclass(frozen=True)
 class Manner:
     """What a layout has to know beside the plan.
@@ -115,6 +119,7 @@ class Manner:
         surround: what surrounds forward, and so what of it is computed again.
         example: one microbatch, for layouts that trace the model and measure it.
         assignment: the stages, as another layout of the same model has found them; None: by measurement.
+        aside: runs what gives JSON, where it can be such that none of its memory stays.
     """
 
     compute: torch.dtype = torch.float32
@@ -125,6 +130,7 @@ class Manner:
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Example | None = None
     assignment: Assignment | None = None
+    aside: Callable[[Callable[[], Any]], Any] = _here
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 
 from stretto.comm.members import Members
 from stretto.data import mapped
-from stretto.errors import Refused
+from stretto.errors import ProbeFailed, Refused
 from stretto.graph.autocast import cast_apart
 from stretto.graph.cut import Cut, follow_cut
 from stretto.graph.regions import NONE, find_regions
@@ -32,7 +32,7 @@ from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
 from stretto.parallel.copies import blank_model, dealt_place, narrowed, sparse_parameters, trained
 from stretto.parallel.deferred import Deferred
-from stretto.parallel.faithful import unlike
+from stretto.parallel.faithful import unchecked, unlike
 from stretto.parallel.gathered import lent_place, memory_for
 from stretto.parallel.inside import buffer_parts_of, cut_inside, give_parts, parts_of, uncut
 from stretto.parallel.layout import Placed, buffer_slices, export_places
@@ -103,10 +103,16 @@ class Divided(Placed):
         assert example is not None
 
         def differs(traced: Traced) -> str:
+            def look() -> tuple[str, str]:
+                copy = blank_model(template, group.device, types)
+                return unlike(traced, copy, template.structure, example, free_bytes(group.device))
+
             said = ("", "")
             if group.rank == 0:  # for all
-                copy = blank_model(template, group.device, types)
-                said = unlike(traced, copy, template.structure, example, free_bytes(group.device))
+                try:
+                    said = manner.aside(look)
+                except ProbeFailed as error:
+                    said = "", unchecked(error)
             why, note = group.broadcast_json(said)
             self.notes = (*self.notes, *([note] if note else []))
             return str(why)

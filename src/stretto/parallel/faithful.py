@@ -54,15 +54,17 @@ def unlike(
     """
     needed = NEEDED * sum(one.numel() * one.element_size() for one in module.parameters())
     if free is not None and needed > free:
-        return "", (
-            f"whether the traced graph computes what the model does was not checked, as that takes {needed / 1e6:,.0f} "
-            f"MB and {free / 1e6:,.0f} MB are free; `stretto verify` tells"
-        )
+        return "", unchecked(f"that takes {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free")
     before = Generators.remember()
     try:
         return _Both(traced, module, values, example).compare(), ""
     finally:
         before.restore()
+
+
+def unchecked(why: object) -> str:
+    """The note where it can't be told."""
+    return f"whether the traced graph computes what the model does was not checked, as {why}; `stretto verify` tells"
 
 
 class _Both:
