@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from stretto.cli.main import main
 from stretto.planner.advise import _wait
 from stretto.planner.described import read_model
+from stretto.planner.hardware import Machines, find_device
+from stretto.planner.mixed import as_the_worst
 
 GPT = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304, "sequence": 2048}
 
@@ -113,6 +116,37 @@ def test_a_cluster_file_says_hosts_and_rates(tmp_path: Path, capsys: pytest.Capt
     assert "8 H100-SXM5-80GB in hosts of 4, 12.5 GB/s" in text
 
 
+def test_hosts_of_several_kinds_are_used_as_far_as_they_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "cluster.yaml"
+
+    def found(many: int, *words: str) -> Any:
+        one = "{device: H100, count: 1}, {device: H100, count: 1, network_gb_per_second: 25}"  # of one kind
+        cluster.write_text(f"hosts: [{one}, {{device: A100, count: {many}, devices: 4}}]")
+        options = ["--model", write(tmp_path), "--on", str(cluster), "--batch", "256", *words]
+        return plan(*options, capsys=capsys)
+
+    fast = json.loads(plan("--model", write(tmp_path), "--on", "16xH100", "--batch", "256", "--json", capsys=capsys))
+    few, many = json.loads(found(1, "--json")), json.loads(found(12, "--json"))
+    assert few["plans"] == fast["plans"], "four slow devices would hold the others up"
+    assert [one["hosts"].count(" and ") for one in few["hosts"]] == [1, 0, 0]
+    assert many["plans"][0]["seconds"] == min(one["seconds"] for one in many["hosts"]) < fast["plans"][0]["seconds"]
+    text = found(12)
+    assert "64 A100-SXM4-80GB in hosts of 4, 25 GB/s" in text and "each counts as the slowest and smallest" in text
+    assert "64 A100-SXM4-80GB" in found(12, "--explain", "dp=64") and "on 48 A100" in found(12, "--explain", "dp=48")
+
+
+def test_devices_of_several_kinds_count_as_the_worst_of_each_figure() -> None:
+    slow, fast = Machines(find_device("A100"), 8, 4, 50e9), Machines(find_device("H100"), 16, 6, 25e9)
+    small = dataclasses.replace(fast, device=dataclasses.replace(fast.device, memory_bytes=1e9))
+    found = as_the_worst([small, slow])
+    assert (found.count, found.per_host, found.network_rate) == (24, 2, 25e9)
+    assert (found.device.name, found.device.memory_bytes) == (slow.device.name, 1e9)
+    assert found.device.peak["bf16"] == slow.device.peak["bf16"]
+    assert as_the_worst([fast]) == fast
+
+
 def test_what_a_model_leaves_out_is_what_is_usual(tmp_path: Path) -> None:
     plain = read_model(Path(write(tmp_path)))
     assert (plain.model.kv_heads, plain.model.ffn, plain.model.tied, plain.precision) == (16, 8192, True, "bf16")
@@ -176,7 +210,7 @@ def test_a_mistake_is_one_line(
         ("hosts: []", "hosts"),
         ("- 1", "expected keys with values (hosts)"),
         ("hosts: [{device: H100, count: 2, devicez: 3}]", "unknown key 'hosts.0.devicez'; did you mean 'device"),
-        ("hosts: [{device: H100, count: 2}, {device: A100, count: 2}]", "hosts of two kinds aren't planned yet"),
+        ("hosts: [{device: H100, count: 2}, {device: A10x, count: 2}]", "no device is known as 'A10x'"),
         ("hosts: [", "is no YAML"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -16,6 +16,7 @@ from stretto.planner.advise import MEMORY, PARTS, PLAYED, Advice, Advised, advis
 from stretto.planner.constants import find_constants, read_sets
 from stretto.planner.described import read_cluster, read_model
 from stretto.planner.goodput import Failures, goodput
+from stretto.planner.mixed import Use, uses
 from stretto.planner.score import Scorer
 from stretto.planner.software import read_software
 from stretto.planner.space import Space
@@ -50,27 +51,43 @@ class Wanted:
             raise UserError("--days and --mtbf-hours are over 0")
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What is found on some of a cluster's kinds of hosts."""
+
+    use: Use
+    scorer: Scorer
+    plans: Sequence[Advised]
+    advice: Advice | None = None
+
+
 def plan_described(model: Path, on: str, batch: int, software: str, wanted: Wanted, json: bool) -> None:
     """Searches, or judges one plan; draws; and prints."""
-    explain = wanted.explain
     begin = perf_counter()
     systems = read_software()
     if software not in systems:
         known = ", ".join(systems)
         raise UserError(f"--software {software}: no such training system{nearest(software, systems)}; known: {known}")
-    context = wanted.planned or software != "stretto" or bool(explain)
-    space = Space(read_model(model), read_cluster(on), batch, systems[software], context)
-    scorer = Scorer(space, find_constants(space.machines.device.name, software))
-    advice = None if explain else advise(scorer)
-    plans = advice.plans if advice else (explain_plan(scorer, explain or "")[0],)
+    context = wanted.planned or software != "stretto" or bool(wanted.explain)
+    described = read_model(model)
+    answers = _answers(
+        ((use, Space(described, use.machines, batch, systems[software], context)) for use in uses(read_cluster(on))),
+        software,
+        wanted.explain,
+    )
+    best = min(answers, key=lambda one: one.plans[0].seconds)
+    scorer, advice, plans, space = best.scorer, best.advice, best.plans, best.scorer.space
     spent = perf_counter() - begin
     if wanted.drawn is not None:
         _draw(scorer, plans[0], wanted.drawn)
     if json:
         found: dict[str, Any] = advice.to_json() if advice else {"plans": [one.to_json() for one in plans]}
+        hosts = [{"hosts": one.use.told, "seconds": one.plans[0].seconds} for one in answers]
+        found |= {"hosts": hosts} if len(hosts) > 1 else {}
         print(dumps({**found, **_epoch(scorer, plans[0], wanted), **_goodput(scorer, plans[0], wanted)}))
         return
     _print_head(space, software, model)
+    _print_hosts(best, answers)
     if advice:
         told = f"the best {PLAYED} ways to cut, exact by closed form, are ranked by events (~: by closed form)"
         print(f"{advice.candidates:,} plans; {told}; {spent:.2f} s")
@@ -84,6 +101,24 @@ def plan_described(model: Path, on: str, batch: int, software: str, wanted: Want
         print("note: cp is planned but not built yet in stretto; take a plan without it")
     elif not context:
         print("note: cp isn't built yet in stretto and was left out; --planned looks at it as well")
+
+
+def _answers(spaces: Iterable[tuple[Use, Space]], software: str, explain: str | None) -> list[_Answer]:
+    """Of each way to use the hosts for which there is one. Raises UserError, the first's, where there is none."""
+    found, why = list[_Answer](), list[UserError]()
+    for use, space in spaces:
+        scorer = Scorer(space, find_constants(space.machines.device.name, software))
+        try:
+            if explain:
+                found.append(_Answer(use, scorer, (explain_plan(scorer, explain)[0],)))
+            else:
+                advice = advise(scorer)
+                found.append(_Answer(use, scorer, advice.plans, advice))
+        except UserError as error:
+            why.append(error)
+    if not found:
+        raise why[0]
+    return found
 
 
 def _draw(scorer: Scorer, best: Advised, file: Path) -> None:
@@ -102,6 +137,16 @@ def _print_head(space: Space, software: str, file: Path) -> None:
     )
     if (name := f"{device.name}/{software}") not in read_sets():
         print(f"no constants are known of {name}, so those of what is nearest stand in: trust this less")
+
+
+def _print_hosts(best: _Answer, answers: Sequence[_Answer]) -> None:
+    """Where a cluster has several kinds of hosts: which to take, and what the others would do."""
+    if len(best.use.kinds) > 1:
+        print(f"{best.use.told}: each counts as the slowest and smallest of them, as all wait for one another")
+    for one in answers:
+        if one is not best:
+            seconds = one.plans[0].seconds
+            print(f"{best.use.told} is better than {one.use.told}, by {seconds / best.plans[0].seconds - 1:.1%}")
 
 
 def _print_plans(plans: Sequence[Advised]) -> None:

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stretto.errors import UserError, nearest, one_line
-from stretto.planner.hardware import GIGA, Machines, find_device
+from stretto.planner.hardware import GIGA, Device, Machines, find_device
 from stretto.planner.transformer import Transformer
 
 PER_HOST = 8  # devices of a host, where nothing is said
@@ -87,7 +87,7 @@ def read_model(path: Path) -> Described:
     return Described(model, found.sequence, found.precision)
 
 
-def read_cluster(text: str) -> Machines:
+def read_cluster(text: str) -> tuple[Machines, ...]:
     """``128xH100``, in hosts of 8; or a YAML file, whose rate is that of one device to other hosts, one way::
 
         hosts:
@@ -96,22 +96,25 @@ def read_cluster(text: str) -> Machines:
             devices: 8                   # in each; 8 if left out
             network_gb_per_second: 50    # 25 if left out
 
+    Returns:
+        Of each kind of hosts its devices.
+
     Raises:
-        UserError: neither, a device that isn't known, or hosts of two kinds.
+        UserError: neither, or a device that isn't known.
     """
     if found := re.fullmatch(r"(\d+)\s*[x*]\s*(.+)", text):
         count = int(found[1])
         if count < 1:
             raise UserError(f"--on {text}: expected at least one device, as in 8xH100")
-        return _whole(Machines(find_device(found[2]), count, min(count, PER_HOST)), text)
+        return (_whole(Machines(find_device(found[2]), count, min(count, PER_HOST)), text),)
     if not text.endswith((".yaml", ".yml")):
         raise UserError(f"--on {text}: expected COUNTxDEVICE, as in 128xH100, or a cluster's YAML file")
     hosts = _read(_Cluster, Path(text)).hosts
-    if len({(one.device, one.devices, one.network_gb_per_second) for one in hosts}) > 1:
-        raise UserError(f"{text}: hosts of two kinds aren't planned yet; give one kind, as --on 128xH100 does")
-    first, count = hosts[0], sum(one.count for one in hosts)
-    rate = GIGA * first.network_gb_per_second
-    return Machines(find_device(first.device), count * first.devices, first.devices, rate)
+    counts: dict[tuple[Device, int, float], int] = {}
+    for one in hosts:
+        kind = find_device(one.device), one.devices, GIGA * one.network_gb_per_second
+        counts[kind] = counts.get(kind, 0) + one.count * one.devices
+    return tuple(Machines(device, count, devices, rate) for (device, devices, rate), count in counts.items())
 
 
 def _whole(machines: Machines, text: str) -> Machines:
