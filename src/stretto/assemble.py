@@ -126,8 +126,6 @@ def assemble(
     surround = partial(computing, task.recipe.precision, group.device.type)
     lower = compute if narrow else torch.float32
     manner = Manner(lower, whole_tensors, once, plan.recompute, plan.offload, surround, example, assignment)
-    if group.device.type == HOST.type:  # an accelerator's state doesn't survive a fork
-        manner = replace(manner, aside=aside)
     applied = apply(template, plan, group, manner)
     applied.import_state(template.initial if source is None else source)
     optimizer = BoundOptimizer(task.optimizer, template, applied)
@@ -163,7 +161,9 @@ def example_of(
 
     call = to_device(arguments, device, dtype), to_device(keywords, device, dtype)
     why, surround = unseen(samples), partial(computing, task.recipe.precision, device.type)
-    return Example(call, loss, None if why else Scoring(terms, samples), why, surround)
+    found = Example(call, loss, None if why else Scoring(terms, samples), why, surround)
+    # An accelerator's state doesn't survive a fork.
+    return replace(found, aside=aside) if device.type == HOST.type else found
 
 
 def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:

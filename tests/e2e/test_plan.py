@@ -57,8 +57,12 @@ def test_the_doctor_keeps_a_file_that_a_plan_is_made_with(tmp_path: Path) -> Non
     one = ("plan", LINE, "--on", "here.yaml", *SETS)
     best = json.loads(good(tmp_path, *one, "--explain", "dp=2,zero=1", "--json"))["plans"]
     assert [plan["plan"] for plan in best] == ["dp=2,zero=1"] and best[0]["step_seconds"] > 0
-    text = good(tmp_path, *one, "--explain", "dp=2", "--memory", "1MB")
-    assert "none fits" in text and "100%" in text
+    none = stretto(tmp_path, *one, "--explain", "dp=2", "--memory", "1MB")
+    assert none.returncode == 2 and "100%" in none.stdout
+    assert none.stderr.splitlines()[-1].startswith("stretto: none fits: ")
+    refused = stretto(tmp_path, *one, "--explain", "branch=2")
+    assert refused.returncode == 2 and not refused.stdout and "finds no towers" in refused.stderr
+    assert "was measured with 2 worker(s)" in stretto(tmp_path, *one, "--explain", "dp=3").stderr
 
 
 @pytest.mark.parametrize(

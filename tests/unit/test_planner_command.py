@@ -10,11 +10,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from stretto.choose import Choice, Room
 from stretto.cli.main import main
+from stretto.cli.plan_task import _nothing, _refusals
 from stretto.planner.advise import _wait
 from stretto.planner.described import read_model
 from stretto.planner.hardware import Machines, find_device
 from stretto.planner.mixed import as_the_worst
+from stretto.planning import Predicted
 
 GPT = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304, "sequence": 2048}
 
@@ -226,6 +229,21 @@ def test_a_wrong_cluster_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--on", "8xH100"]) == 2
     assert "--model and --batch are missing" in capsys.readouterr().err
+    assert main(["plan"]) == 2
+    assert capsys.readouterr().err.endswith("or --check ROWS.jsonl\n")
+    assert main(["plan", "--check"]) == 2
+    assert "option '--check' requires an argument" in capsys.readouterr().err
+    assert main(["plan", "--check", "none.jsonl"]) == 2
+    assert capsys.readouterr().err == "stretto: none.jsonl can't be read: No such file or directory\n"
+
+
+def test_plans_that_are_refused_for_one_reason_share_a_line() -> None:
+    refused = [Choice(f"dp={many}", refused=f"plan dp={many}: no") for many in (2, 3, 4)]
+    room = Room(1, 2, 3 << 30, risk=0.9)
+    choices = (*refused, Choice("dp=5", 1.0, 1.0, room=room), Choice("dp=6", 1.0, 1.0, room=Room(1, 2, 2 << 30, 0.8)))
+    assert _refusals(choices) == {"no": ["dp=2", "dp=3", "dp=4"]}
+    said = _nothing(Predicted(choices), 1 << 30)
+    assert "none fits" in said and "The least, dp=6, takes 2.0 GiB, and a worker has 1.0 GiB" in said
 
 
 def test_a_long_run_loses_time_to_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def _usage_line(error: Exception) -> str:
     command = context.command_path if context else "stretto"
     if option := getattr(error, "option_name", ""):
         valid = [name for parameter in context.command.params for name in parameter.opts] if context else []
-        if option not in valid:
+        if hasattr(error, "possibilities") and option not in valid:  # of options that there aren't; others lack a value
             return f"{command}: no option {option}{nearest(option, valid)} (see `{command} --help`)"
     line = one_line(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
     return f"{command}: {line[:1].lower()}{line[1:]} (see `{command} --help`)"

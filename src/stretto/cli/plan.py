@@ -109,7 +109,8 @@ def plan_command(
     if model is None or on is None or batch is None:
         absent = [name for name, value in (("--model", model), ("--on", on), ("--batch", batch)) if value is None]
         said = "expected a TASK, --model MODEL.yaml --on CLUSTER --batch N, or --check ROWS.jsonl"
-        raise UserError(f"stretto plan: {said}; {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
+        missing = f"; {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing" if len(absent) < 3 else ""
+        raise UserError(f"stretto plan: {said}{missing}")
     from stretto.cli.planned import Wanted, plan_described
 
     wanted = Wanted(explain, picture, planned, tokens, price, days, mtbf)

@@ -55,9 +55,14 @@ def plan_task(
     asked: Asked,
     json: bool,
 ) -> None:
-    """Rehearses the plans, or one, and prints the best."""
+    """Rehearses the plans, or one, and prints the best.
+
+    Raises:
+        UserError: none can be taken; also after they were printed.
+    """
     from json import dumps
 
+    from stretto.choose import fitting
     from stretto.cluster import Cluster
     from stretto.corrections import corrections_of
     from stretto.doctor.examine import read_known
@@ -72,6 +77,9 @@ def plan_task(
     if known is not None and known.links.note:
         print(known.links.note, file=sys.stderr)
     number = workers or (given.world_size if given else known.workers if known else max(1, Cluster.measure().cores))
+    if known is not None and number > known.workers:
+        said = f"{asked.on} was measured with {known.workers} worker(s): calls among more are taken to last as long"
+        print(said, file=sys.stderr)
     limit = parse_bytes(memory) if memory is not None else (known and known.room) or room_of(number)
     path, settings = str(find_task(task)), parse_sets(sets)
     with LocalLauncher(preloads(None)) as launcher:
@@ -89,8 +97,10 @@ def plan_task(
     if json:
         told = {"workers": number, "memory_limit_bytes": limit, "plans": [one.to_json() for one in found.plans]}
         print(dumps({**told, **_epoch(found, number, asked)}))
-        return
-    _print(found, number, limit, asked)
+    elif any(not one.refused for one in found.plans):
+        _print(found, number, limit, asked)
+    if not fitting(found.plans):
+        raise UserError(_nothing(found, limit))
 
 
 def room_of(workers: int) -> float | None:
@@ -111,7 +121,8 @@ def parse_bytes(text: str) -> float:
 
 def tell_of(one: Choice) -> None:
     """Each plan, on standard error, as it comes."""
-    said = f"refused: {one.refused}" if one.refused else f"{1e3 * one.seconds:.1f} ms"
+    why = one.refused.removeprefix(f"plan {one.plan}: ")
+    said = f"refused: {why}" if why else f"{1e3 * one.seconds:.1f} ms"
     print(f"{one.plan}: {said}", file=sys.stderr)
 
 
@@ -138,25 +149,43 @@ def _epoch(found: Predicted, workers: int, asked: Asked) -> dict[str, float]:
 
 
 def _print(found: Predicted, workers: int, limit: float | None, asked: Asked) -> None:
-    from stretto.choose import RISK, fitting
+    from stretto.choose import fitting
 
     shown = [one for one in found.plans if not one.refused][:SHOWN]
     wide = max((len(one.plan) for one in shown), default=4)
     room = "" if limit is None else f", each with {size(int(limit))} of memory"
-    print(f"{len(found.plans)} plans for {workers} worker(s){room}\n")
+    print(f"{len(found.plans)} plan(s) for {workers} worker(s){room}")
     titles = f"{'a step':>10}  {'of it work':>10}  {'waiting':>10}  {'samples/s':>9}  {'memory':>8}  no fit"
-    print(f"{'plan':<{wide}}  {titles}")
+    print(f"\n{'plan':<{wide}}  {titles}")
     for one in shown:
         times = "  ".join(f"{1e3 * took:>7.1f} ms" for took in (one.seconds, one.work, one.seconds - one.work))
         rate = count(found.batch / one.seconds)
         print(f"{one.plan:<{wide}}  {times}  {rate:>9}  {size(one.memory_bytes):>8}  {one.risk:>6.0%}")
-    for one in found.plans:
-        if one.refused:
-            print(f"{one.plan}: {one.refused}")
+    for why, plans in _refusals(found.plans).items():
+        print(f"{', '.join(plans[:2])}{f' and {len(plans) - 2} more' if len(plans) > 2 else ''}: {why}")
     if fits := fitting(found.plans):
         _print_best(found, fits, workers, asked)
-    elif shown:
-        print(f"\nnone fits: each would have more than {1 - RISK:.0%} of a chance to run out of memory")
+
+
+def _refusals(plans: Sequence[Choice]) -> dict[str, list[str]]:
+    """Of each reason the plans that are refused for it."""
+    found: dict[str, list[str]] = {}
+    for one in plans:
+        if one.refused:
+            found.setdefault(one.refused.removeprefix(f"plan {one.plan}: "), []).append(one.plan)
+    return found
+
+
+def _nothing(found: Predicted, limit: float | None) -> str:
+    """Why there is no plan to take."""
+    from stretto.choose import RISK
+
+    possible = [one for one in found.plans if not one.refused]
+    if not possible:
+        return f"{found.plans[0].plan}: {found.plans[0].refused}"
+    least = min(possible, key=lambda one: one.memory_bytes)
+    said = f"none fits: each is likelier than {RISK:.0%} to run out of memory. The least, {least.plan}, takes"
+    return f"{said} {size(least.memory_bytes)}, and a worker has {size(int(limit or 0))}"
 
 
 def _print_best(found: Predicted, fits: Sequence[Choice], workers: int, asked: Asked) -> None:

@@ -42,7 +42,9 @@ class Failure:
 
     def __str__(self) -> str:
         """What to print last: a user's mistake is one line, a traceback stands whole under the place it came from."""
-        return f"{self.where()} failed:\n{self.text}" if self.kind == "program" else self.text
+        if self.kind != "program":
+            return self.text
+        return f"{self.where()} failed{', before there were workers' * (self.rank is None)}:\n{self.text}"
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:

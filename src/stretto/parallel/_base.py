@@ -101,10 +101,6 @@ class Ranks:
         return self.tensor.rank == 0 and self.has_output
 
 
-def _here(body: Callable[[], Any]) -> Any:
-    return body()
-
-
 @dataclass(frozen=True)
 class Manner:
     """What a layout has to know beside the plan.
@@ -119,7 +115,6 @@ class Manner:
         surround: what surrounds forward, and so what of it is computed again.
         example: one microbatch, for layouts that trace the model and measure it.
         assignment: the stages, as another layout of the same model has found them; None: by measurement.
-        aside: runs what gives JSON, where it can be such that none of its memory stays.
     """
 
     compute: torch.dtype = torch.float32
@@ -130,7 +125,10 @@ class Manner:
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
     example: Example | None = None
     assignment: Assignment | None = None
-    aside: Callable[[Callable[[], Any]], Any] = _here
+
+
+def _here(body: Callable[[], Any]) -> Any:
+    return body()
 
 
 @dataclass(frozen=True)
@@ -143,6 +141,7 @@ class Example:
         scoring: what the loss is made by, for a trace of both; None: it can't be.
         why_not: the reason then.
         surround: what surrounds forward and loss.
+        aside: runs what looks at the whole model and gives JSON, where it can so that none of its memory stays.
     """
 
     call: Call
@@ -150,6 +149,7 @@ class Example:
     scoring: Scoring | None = None
     why_not: str = ""
     surround: Callable[[], AbstractContextManager[Any]] = nullcontext
+    aside: Callable[[Callable[[], Any]], Any] = _here
 
     def given(self, scored: bool) -> Any:
         """See :func:`given_of`."""

@@ -110,7 +110,7 @@ class Divided(Placed):
             said = ("", "")
             if group.rank == 0:  # for all
                 try:
-                    said = manner.aside(look)
+                    said = example.aside(look)
                 except ProbeFailed as error:
                     said = "", unchecked(error)
             why, note = group.broadcast_json(said)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from stretto.errors import UserError
+from stretto.errors import UserError, one_line
 
 
 def _number(value: Any) -> Any:
@@ -120,7 +120,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without the mark that some editors put first
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from error
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"{path} can't be read: {why}") from error
     # Not splitlines(), which cuts at characters that JSON lets stand inside a text.
     return [_parse(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
