@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from stretto.elastic.failure import Failure
-from stretto.errors import PeerLost, UserError
+from stretto.errors import LaunchError, PeerLost, UserError
 from stretto.launch.context import attach, first_host
 from stretto.launch.failures import describe, judge
+from stretto.launch.interface import interface_to
 from stretto.launch.job import Job, resolve
 from stretto.launch.tail import Tail
 
@@ -25,14 +26,16 @@ STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "T
 def attach_with(variables: dict[str, str]) -> dict[str, Any]:
     """What attach() makes of these variables, in a process of its own, because a context lasts for the process."""
     code = (
-        "import json\nfrom stretto.errors import UserError\nfrom stretto.launch import attach, current\n"
+        "import json, os\nfrom stretto.errors import UserError\nfrom stretto.launch import attach, current\n"
         "assert current() is None\n"
         "try: c = attach()\nexcept UserError as e: print(json.dumps({'error': str(e)}))\n"
         "else:\n assert current() is c is attach()\n"
         " print(json.dumps({'member': c.member, 'rank': c.rank, 'size': c.world_size, 'local': c.local_rank,"
-        " 'epoch': c.epoch.to_message(), 'serves': c.store_server is not None}))\n"
+        " 'epoch': c.epoch.to_message(), 'serves': c.store_server is not None,"
+        " 'interface': os.environ.get('GLOO_SOCKET_IFNAME')}))\n"
     )
-    clean = {k: v for k, v in os.environ.items() if k not in STARTERS and not k.startswith("SLURM_")}
+    others = ("SLURM_", "GLOO_")
+    clean = {k: v for k, v in os.environ.items() if k not in STARTERS and not k.startswith(others)}
     run = subprocess.run(
         [sys.executable, "-c", code], env={**clean, **variables}, capture_output=True, text=True, check=True
     )
@@ -52,6 +55,20 @@ def test_torchrun_is_understood() -> None:
     assert found["epoch"]["store"] == "tcp://127.0.0.1:29511"
     assert (found["epoch"]["number"], found["epoch"]["attempt"]) == (2, 2)
     assert not found["serves"]
+
+
+def test_gloo_is_told_the_interface_that_leads_to_rank_0_unless_the_user_has_named_one() -> None:
+    far = "198.51.100.1"  # no packet is sent there
+    try:
+        leads: str | None = interface_to(far)[0]
+    except LaunchError:  # a machine without a network
+        leads = None
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": far, "MASTER_PORT": "29511"}
+    assert attach_with(torchrun)["interface"] == leads != "lo"
+    assert attach_with({**torchrun, "GLOO_SOCKET_IFNAME": "lo"})["interface"] == "lo"
+    assert attach_with({**torchrun, "MASTER_ADDR": "127.0.0.1"})["interface"] == "lo"
+    assert attach_with({**torchrun, "MASTER_ADDR": "127.0.1.1"})["interface"] is None, "a name that Debian gave"
+    assert attach_with({**torchrun, "MASTER_ADDR": "no.such.host.invalid"})["interface"] is None
 
 
 def test_slurm_is_understood_and_rank_0_hosts_the_store() -> None:

@@ -6,13 +6,16 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 from stretto.elastic.epoch import MembershipEpoch
 from stretto.errors import LaunchError, nearest
 from stretto.launch.control import Control, NoControl
+from stretto.launch.interface import interface_to
 from stretto.watch import Position
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -129,6 +132,8 @@ def _started_by_other(
         raise LaunchError(f"{starter} says rank {rank} of {world_size}: expected a rank from 0 to {world_size - 1}")
     if address in _LOOPBACK:
         _stay_on_loopback()
+    else:
+        _talk_towards(address)
     members = tuple(f"m{place + 1}" for place in range(world_size))
     epoch = MembershipEpoch(number, members, f"tcp://{address}:{port}", number)
     return WorkerContext(members[rank], epoch, local_rank=local_rank)
@@ -137,6 +142,15 @@ def _started_by_other(
 def _stay_on_loopback() -> None:
     """Gloo listens on the host's outer address unless told; a job of one host has no use for that."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _talk_towards(address: str) -> None:
+    """Gloo takes the address that this host's own name has here, by which others often can't reach it (Debian's is
+    127.0.1.1); the interface that leads to rank 0 is one by which they can. Where that isn't known, Gloo chooses."""
+    with suppress(LaunchError):
+        name, own = interface_to(address)
+        if not ip_address(own).is_loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def check_interface() -> None:
