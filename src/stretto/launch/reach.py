@@ -149,12 +149,12 @@ class Hosts:
     """Several hosts, reached. Use it as a context manager, or close it: nothing is left on any of them then."""
 
     def __init__(self, places: Sequence[Place], reach: str = SSH, python: str = "") -> None:
-        """Raises LaunchError, after it has closed all, where one of them can't be reached."""
+        """Raises LaunchError, after it has closed all, where some of them can't be reached; it names each of those."""
         self._fars: list[Far] = []
         try:
             for place in places:
                 self._fars.append(Far(place, reach, python))
-            self._hear(_ARRIVE_SECONDS)
+            self._arrive()
         except BaseException:
             self.close()
             raise
@@ -192,9 +192,19 @@ class Hosts:
         far.ask({"call": entry, "payload": payload})
         return self._hear(seconds, [far])[0]
 
-    def _hear(self, seconds: float, of: Sequence[Far] | None = None) -> list[Any]:
+    def _arrive(self) -> None:
+        began, wrong = time.monotonic(), list[str]()
+        for far in self._fars:  # all are on their way, and each has what is left of the time
+            try:
+                self._hear(_ARRIVE_SECONDS, [far], began)
+            except LaunchError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise LaunchError("; ".join(wrong))
+
+    def _hear(self, seconds: float, of: Sequence[Far] | None = None, began: float | None = None) -> list[Any]:
         fars = self._fars if of is None else of
-        until, found = time.monotonic() + seconds, dict[str, Any]()
+        until, found = (time.monotonic() if began is None else began) + seconds, dict[str, Any]()
         while waiting := [far for far in fars if far.place.name not in found]:
             ready, _, _ = select.select(waiting, [], [], max(0.0, until - time.monotonic()))
             if not ready:
