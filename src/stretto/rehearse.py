@@ -25,7 +25,7 @@ from typing import Any, Final, cast
 from stretto.assemble import assemble, build_template, open_data
 from stretto.checkpoint.snapshot import snapshot_slices
 from stretto.cluster import Cluster
-from stretto.comm.echo import EchoGroup
+from stretto.comm.echo import EchoGroup, sockets_bytes
 from stretto.data import Feeder, Position, Sampler, cut, derive_seed, seed_everything
 from stretto.errors import PlanError, UserError, one_line
 from stretto.evaluation import evaluate_first
@@ -122,7 +122,8 @@ class Rehearsals:
         set_threads(1)
         for name in preloads_of(plans):
             importlib.import_module(name)
-        first = _Player(lambda said: said.say(rss_bytes()))  # as a worker: forked, without what it hasn't touched
+        # As a worker: forked, without what it hasn't touched. What sockets take is counted as though it were less.
+        first = _Player(lambda said: said.say(rss_bytes() - (sockets_bytes() if apart else 0)))
         try:
             imports_bytes = int(first.hear())
         finally:

@@ -67,6 +67,32 @@ def test_over_sockets_a_gather_of_parts_is_one_call_as_it_was_measured(rehearsal
     assert ("all_gather", (0, 1)) in kinds and "broadcast" not in {kind for kind, _ in kinds}
 
 
+def test_over_sockets_a_rank_needs_what_gloo_does(
+    rehearsals: Rehearsals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured of 64 MB from two members: a gather takes the whole once more, adding up and scattering a part."""
+    apart = Rehearsals.of(Path(GPT), SETS, apart=True, cores=1)
+    assert apart.imports_bytes < rehearsals.imports_bytes - 2**20, "the group itself, with its threads and its store"
+
+    def carried(of: Rehearsals, plan: str) -> tuple[list[int], list[int]]:
+        """Bytes, and those of the gathers that were noted."""
+        told = tmp_path / "told"
+        told.write_text("")
+
+        def carry(num_bytes: int) -> None:
+            with told.open("a") as file:
+                file.write(f"{os.getpid()} {num_bytes}\n")
+
+        monkeypatch.setattr("stretto.comm.echo._carry", carry)
+        steps = of.run(Plan.parse(plan)).steps
+        gathers = [event[4] for step in steps for event in step[0] if event[:1] == ("begin",) and "gather" in event[2]]
+        return [int(line.split()[1]) for line in told.read_text().splitlines()], gathers
+
+    sizes, gathers = carried(apart, "dp=2,zero=1")
+    assert gathers and set(gathers) <= set(sizes)
+    assert carried(rehearsals, "dp=2,zero=1")[0] == []
+
+
 def test_ranks_of_one_host_run_at_once_and_other_hosts_after_them(
     rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

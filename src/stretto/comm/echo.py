@@ -7,6 +7,7 @@ afterwards: :mod:`stretto.planner.replay` plays several ranks' notes together.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from stretto.comm.line import Line, Sending
 from stretto.comm.members import Broken, Members
 from stretto.comm.shm_group import SharedMemoryGroup, Writing, _Flat, _operation
 from stretto.comm.shm_memory import PAGE, SharedMemory, Unavailable
+from stretto.observe import rss_bytes
 
 BACKEND: Final = "stretto_echo"
 
@@ -90,12 +92,18 @@ class _NoSegment:
         return ""
 
 
+def _carry(num_bytes: int) -> None:
+    """Uses as much memory for a moment, as Gloo does: what is gathered is gathered in a copy, and what is added up and
+    scattered is added up in one."""
+    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
+
+
 class EchoProcessGroup(SharedMemoryGroup):
     """Torch's group over members of which only this one is there."""
 
-    def __init__(self, rank: int, members: Sequence[int], notes: Notes) -> None:
+    def __init__(self, rank: int, members: Sequence[int], notes: Notes, apart: bool) -> None:
         super().__init__(cast(Any, _NoSegment(rank, len(members))))
-        self._members, self._notes = tuple(members), notes
+        self._members, self._notes, self._apart = tuple(members), notes, apart
 
     def getBackendName(self) -> str:
         """For ``name()`` and torch's logs."""
@@ -134,7 +142,10 @@ class EchoProcessGroup(SharedMemoryGroup):
                 target.zero_()
                 target[:count].copy_(source[0][:count])
         targets.copy_back()
-        return self._answer("all_gather", entered, sum(one.nbytes for one in targets), whole)
+        num_bytes = sum(one.nbytes for one in targets)
+        if self._apart:
+            _carry(num_bytes)
+        return self._answer("all_gather", entered, num_bytes, whole)
 
     def _reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], opts: Any) -> dist.Work:
         entered = time.perf_counter()
@@ -142,6 +153,8 @@ class EchoProcessGroup(SharedMemoryGroup):
         flat[0].copy_(inputs[self.rank()].reshape(-1))
         if _operation(opts) == "sum":
             flat[0].mul_(self.size())
+        if self._apart:
+            _carry(output.nbytes)
         return self._answer("reduce_scatter", entered, sum(one.nbytes for one in inputs), flat)
 
 
@@ -173,8 +186,10 @@ class _Echoing(Members):
         """Noted as the one call that the links were measured with, though over Gloo it is made of several at once."""
         if self._group is None or not self.over_gloo:
             return super().gather_parts(flat, sizes)
-        number, members = self.notes.next(), tuple(dist.get_process_group_ranks(self._group))
-        self.notes.add("begin", time.perf_counter(), number, "all_gather", members, flat.nbytes)
+        entered, number = time.perf_counter(), self.notes.next()
+        _carry(flat.nbytes)
+        members = tuple(dist.get_process_group_ranks(self._group))
+        self.notes.add("begin", entered, number, "all_gather", members, flat.nbytes)
         self.notes.add("wait", time.perf_counter(), number)
 
     @property
@@ -250,7 +265,7 @@ class EchoGroup(_Echoing, Group):
 
     def _form_echo(self, options: Any, _: Any = None) -> EchoProcessGroup:
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
-        return EchoProcessGroup(options.group_rank, members, self.notes)
+        return EchoProcessGroup(options.group_rank, members, self.notes, self.apart)
 
     def _among(self, lines: Sequence[tuple[int, ...]], backend: str | None = None) -> Members:
         mine, found = self._mine(lines)
@@ -265,3 +280,13 @@ class EchoGroup(_Echoing, Group):
         made = {line: dist.new_group(list(line), backend=BACKEND) for line in lines if len(line) > 1}
         mine = next((line for line in lines if self.rank in line), (self.rank,))
         return mine, made.get(mine)
+
+
+def sockets_bytes() -> int:
+    """What talking over sockets takes of this process's memory, before anything is said: it forms a group of its own,
+    so it is for a process that has none and is of no other use."""
+    before = rss_bytes()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    return rss_bytes() - before
