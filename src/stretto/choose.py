@@ -13,7 +13,7 @@ from stretto.errors import UserError
 from stretto.plan import RECOMPUTE, Plan
 from stretto.planner.candidates import candidates
 from stretto.planner.replay import Prices
-from stretto.planner.risk import probability_over
+from stretto.planner.risk import REHEARSED, probability_over
 
 if TYPE_CHECKING:
     from stretto.rehearse import Rehearsals
@@ -154,14 +154,16 @@ class Planner:
         busiest = max(range(len(step.work)), key=step.work.__getitem__)
         work = step.work[busiest]
         quicker = found.play(_Twice(self.prices))
-        laid_out, kept, most = (int(factors.memory * size) for size in max(found.memory, key=lambda sizes: sizes[-1]))
+        laid_out, kept, most = (factors.memory * size for size in max(found.memory, key=lambda sizes: sizes[-1]))
+        trust = REHEARSED[plan.traced]
+        most *= trust.drift
         return Choice(
             str(plan),
             factors.seconds(work, step.seconds - work),
             factors.work * work,
             {kind: factors.waits * seconds for kind, seconds in step.exposed[busiest].items()},
             factors.seconds(quicker.work[busiest], quicker.seconds - quicker.work[busiest]),
-            Room(laid_out, kept, most, probability_over(most, self.limit)),
+            Room(int(laid_out), int(kept), int(most), probability_over(most, self.limit, trust.spread)),
             found.samples,
         )
 

@@ -29,6 +29,7 @@ from stretto.comm.echo import EchoGroup, sockets_bytes
 from stretto.data import Feeder, Position, Sampler, cut, derive_seed, seed_everything
 from stretto.errors import PlanError, UserError, one_line
 from stretto.evaluation import evaluate_first
+from stretto.launch.context import stay_on_loopback
 from stretto.launch.process import Child, fork, pass_death_to_forks
 from stretto.launch.worker import set_threads
 from stretto.machinery import Machinery
@@ -122,8 +123,7 @@ class Rehearsals:
         set_threads(1)
         for name in preloads_of(plans):
             importlib.import_module(name)
-        # As a worker: forked, without what it hasn't touched. What sockets take is counted as though it were less.
-        first = _Player(lambda said: said.say(rss_bytes() - (sockets_bytes() if apart else 0)))
+        first = _Player(partial(_bare, apart))
         try:
             imports_bytes = int(first.hear())
         finally:
@@ -191,6 +191,16 @@ class Rehearsals:
             said.say({"refused": one_line(error)})
         except UserError as error:
             said.say({"mistake": one_line(error)})
+
+
+def _bare(apart: bool, said: _Said) -> None:
+    """Says the memory of a process forked as a worker is, without what it hasn't touched: that from which a rank's is
+    counted. What sockets take is a rank's own."""
+    sockets = 0
+    if apart:
+        stay_on_loopback()
+        sockets = sockets_bytes()
+    said.say(rss_bytes() - sockets)
 
 
 class _Said:

@@ -8,19 +8,20 @@ import time
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from stretto.choose import UNSEEN, Planner, fitting, probability_over
+from stretto.choose import UNSEEN, Planner, fitting
 from stretto.corrections import Corrections
 from stretto.doctor.links import measure_links
 from stretto.errors import Interrupted, UserError
 from stretto.launch import LocalLauncher
 from stretto.launch.job import Job, result_of
 from stretto.plan import Plan
+from stretto.planner.risk import REHEARSED, probability_over
 from stretto.planner.tables import LinkTable
-from stretto.rehearse import Rehearsals, _Player
+from stretto.rehearse import Rehearsals, Rehearsed, _Player
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = str(ROOT / "examples" / "gpt")
@@ -189,6 +190,22 @@ def test_what_earlier_runs_teach_corrects_what_is_predicted(rehearsals: Rehearsa
     assert 1.5 * plain.memory_bytes < corrected.memory_bytes < 2.5 * plain.memory_bytes
 
 
+def test_a_plan_that_cuts_the_graph_is_trusted_less_far_and_given_more_room(rehearsals: Rehearsals) -> None:
+    class Fixed:
+        def run(self, plan: Plan) -> Rehearsed:
+            return dataclasses.replace(found, plan=str(plan))
+
+    step = ((("work", 1.0),),)
+    found = Rehearsed("", (step,), ((100, 200, 1000), (100, 200, 900)), samples=1)
+    whole, cut = (
+        Planner(cast(Any, Fixed()), FREE, limit=1100.0).predict(Plan.parse(plan)).room for plan in ("dp=1", "tp=2")
+    )
+    assert whole and cut and (whole.laid_out, whole.kept) == (cut.laid_out, cut.kept) == (100, 200)
+    assert (whole.most, cut.most) == tuple(int(1000 * REHEARSED[which].drift) for which in (False, True))
+    assert whole.risk < 0.01 and 0.2 < cut.risk < 0.5, "a limit a tenth over what was seen in a few steps"
+
+
 def test_the_probability_is_a_half_at_the_limit_and_grows() -> None:
-    assert probability_over(100.0, 100.0) == 0.5 and probability_over(100.0, None) == 0.0
-    assert probability_over(90.0, 100.0) < 0.01 < 0.99 < probability_over(110.0, 100.0)
+    assert probability_over(100.0, 100.0, 0.03) == 0.5 and probability_over(100.0, None, 0.03) == 0.0
+    assert probability_over(90.0, 100.0, 0.03) < 0.01 < 0.99 < probability_over(110.0, 100.0, 0.03)
+    assert probability_over(90.0, 100.0, 0.1) > 0.1

@@ -228,13 +228,13 @@ def test_many_setups_at_once_are_each_alone() -> None:
 
 def test_probability_is_of_a_normal_logarithm() -> None:
     for share in (0.5, 0.8, 0.97, 1.0, 1.02, 1.3, 3.0):
-        for spread in (REHEARSED, DESCRIBED):
+        for spread in (REHEARSED[True].spread, DESCRIBED):
             said = probability_over(7e9 * share, 7e9, spread)
             assert said == pytest.approx((1 + math.erf(math.log(share) / spread / math.sqrt(2))) / 2, rel=1e-12)
             if 0.01 < said < 0.99:
                 assert most_bytes(7e9, said, spread) == pytest.approx(7e9 * share)
-    assert probability_over(7e9, None) == 0.0
-    assert probability_over(0.0, 7e9) == 0.0
+    assert probability_over(7e9, None, DESCRIBED) == 0.0
+    assert probability_over(0.0, 7e9, DESCRIBED) == 0.0
     assert most_bytes(7e9, 1.0, DESCRIBED) == math.inf
 
 

@@ -7,7 +7,6 @@ afterwards: :mod:`stretto.planner.replay` plays several ranks' notes together.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -286,7 +285,6 @@ def sockets_bytes() -> int:
     """What talking over sockets takes of this process's memory, before anything is said: it forms a group of its own,
     so it is for a process that has none and is of no other use."""
     before = rss_bytes()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(1))
     return rss_bytes() - before

@@ -88,7 +88,7 @@ def attach() -> WorkerContext:
             context = _from_slurm(environment)
         else:
             context = WorkerContext("m1", MembershipEpoch(1, ("m1",), "", 1))
-            _stay_on_loopback()
+            stay_on_loopback()
         enter(context)
     return context
 
@@ -131,7 +131,7 @@ def _started_by_other(
     if not 0 <= rank < world_size:
         raise LaunchError(f"{starter} says rank {rank} of {world_size}: expected a rank from 0 to {world_size - 1}")
     if address in _LOOPBACK:
-        _stay_on_loopback()
+        stay_on_loopback()
     else:
         _talk_towards(address)
     members = tuple(f"m{place + 1}" for place in range(world_size))
@@ -139,7 +139,7 @@ def _started_by_other(
     return WorkerContext(members[rank], epoch, local_rank=local_rank)
 
 
-def _stay_on_loopback() -> None:
+def stay_on_loopback() -> None:
     """Gloo listens on the host's outer address unless told; a job of one host has no use for that."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
+from types import MappingProxyType
 from typing import Final
 
-# Standard deviations of the logarithm of measured over predicted. Of a rehearsed task (benchmarks/planner/here.py), and
-# of a described model: 1.48 x the median of 391 runs of one system is 0.09, of others 0.01 to 0.06; and of all spreads,
-# 0.1 makes those runs' coming through or not likeliest.
-REHEARSED: Final = 0.03
+# Standard deviation of the logarithm of measured over predicted, of a described model: 1.48 x the median of 391 runs of
+# one system is 0.09, of others 0.01 to 0.06; and of all spreads, 0.1 makes those runs' coming through or not likeliest.
 DESCRIBED: Final = 0.1
 # Of described plans that are proposed. A rehearsed plan is tried at once, and told to be too large by its first step;
 # for a described one a cluster is asked for, so it has to be surer.
 MOST_RISK: Final = 0.2
 
 
-def probability_over(memory_bytes: float, limit: float | None, spread: float = REHEARSED) -> float:
+@dataclass(frozen=True)
+class Rehearsed:
+    """How far the peak of a few steps is to be trusted.
+
+    Args:
+        drift: by how much it is less than that of many steps: the C library's heap goes on breaking up.
+        spread: as of ``DESCRIBED``.
+    """
+
+    drift: float
+    spread: float
+
+
+# By whether the plan cuts the traced graph, of whose steps no two leave the heap alike. From runs of 40 and 60 steps
+# beside rehearsals of seven (benchmarks/planner/here.py, and docs/decisions/0034 for what the heap does).
+REHEARSED: Final = MappingProxyType({False: Rehearsed(1.015, 0.025), True: Rehearsed(1.07, 0.05)})
+
+
+def probability_over(memory_bytes: float, limit: float | None, spread: float) -> float:
     """That a worker needs more than it may have; the logarithm of the error is taken to be normal."""
     if limit is None:
         return 0.0
