@@ -196,11 +196,11 @@ class Rehearsals:
 def _bare(apart: bool, said: _Said) -> None:
     """Says the memory of a process forked as a worker is, without what it hasn't touched: that from which a rank's is
     counted. What sockets take is a rank's own."""
-    sockets = 0
+    found = rss_bytes()
     if apart:
         stay_on_loopback()
-        sockets = sockets_bytes()
-    said.say(rss_bytes() - sockets)
+        found -= sockets_bytes()
+    said.say(found)
 
 
 class _Said:
