@@ -1,10 +1,11 @@
 """Predicted before, measured after, on this machine: plans of several tasks on two workers.
 
-    python benchmarks/planner/here.py [--steps 12] [--rounds 3] [--out FILE] [--rate 200mbit]
+    python benchmarks/planner/here.py [--steps 12] [--rounds 3] [--long 0] [--out FILE] [--rate 200mbit]
 
 For each task the links are measured, then every plan is rehearsed (each rank's part runs alone), then every plan is
 trained for real, as ``stretto train`` does. Rounds are interleaved: a round rehearses all plans and then trains all.
-A plan's figures are the medians over rounds. Each task has a process of its own, so that none begins with what another
+A plan's times are the medians over rounds, its peak of memory is that of the longest run: a heap grows for many steps,
+so with ``--long`` the last round goes on for so many more, which are not timed. Each task has a process of its own, so that none begins with what another
 has imported.
 
 With ``--rate`` the last task's workers are on two hosts with a link of that speed between them; this needs root.
@@ -63,14 +64,15 @@ WARM = 2
 Launched = Callable[[dict[str, Any], int], dict[str, Any]]
 
 
-def measured(plan: str, sets: dict[str, str], *, path: str, steps: int, launcher: Launched) -> tuple[float, float]:
-    """Median seconds of a step, and the peak in bytes, of a real run."""
+def measured(
+    plan: str, sets: dict[str, str], more: int = 0, *, path: str, steps: int, launcher: Launched
+) -> tuple[float, float]:
+    """Median seconds of a step, and the peak in bytes, of a real run; ``more``: steps that aren't timed."""
     with tempfile.TemporaryDirectory() as folder:
-        order = TrainOrder(
-            task=str(ROOT / path), run=folder, plan=plan, plan_origin="", sets={**sets, "steps": str(steps + WARM)}
-        )
+        sets = {**sets, "steps": str(WARM + steps + more)}
+        order = TrainOrder(task=str(ROOT / path), run=folder, plan=plan, plan_origin="", sets=sets)
         found = launcher(asdict(order), Plan.parse(plan).world_size)
-        return statistics.median(found["seconds"][WARM:]), float(found["peak_bytes"])
+        return statistics.median(found["seconds"][WARM : WARM + steps]), float(found["peak_bytes"])
 
 
 def on_this_host(launcher: LocalLauncher, payload: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def figures(
     """Of each plan, what each round found."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     _, sets = CASES[options.case]
-    for _ in range(options.rounds):
+    for count in range(1, options.rounds + 1):
         for plan, one in zip(PLANS, predict(), strict=True):
             if "refused" in one:
                 print(f"{options.case} {plan}: {one['refused']}")
@@ -152,9 +154,9 @@ def figures(
             found[plan]["predicted"].append(one["step_seconds"])
             found[plan]["predicted_bytes"].append(float(one["memory_bytes"]))
         for plan in list(found):
-            seconds, peak = real(plan, sets)
+            seconds, peak = real(plan, sets, options.long if count == options.rounds else 0)
             found[plan]["measured"].append(seconds)
-            found[plan]["measured_bytes"].append(peak)
+            found[plan]["measured_bytes"] = [peak]
     return found
 
 
@@ -162,8 +164,9 @@ def in_own_process(name: str, rate: str, options: argparse.Namespace) -> dict[st
     """What :func:`case` returns."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "case.json")
-        words = ("--steps", str(options.steps), "--rounds", str(options.rounds), "--case", name, "--out", str(out))
-        subprocess.run([sys.executable, __file__, *words, "--rate", rate], check=True)
+        counts = ("--steps", str(options.steps), "--rounds", str(options.rounds), "--long", str(options.long))
+        words = (*counts, "--case", name, "--out", str(out), "--rate", rate)
+        subprocess.run([sys.executable, __file__, *words], check=True)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -173,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--long", type=int, default=0, help="steps of the last round that are not timed")
     parser.add_argument("--only", choices=CASES)
     parser.add_argument("--rate", default="", help="of the link over which the last task's workers talk")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
