@@ -3,10 +3,10 @@
     python benchmarks/planner/here.py [--steps 12] [--rounds 3] [--long 0] [--out FILE] [--rate 200mbit]
 
 For each task the links are measured, then every plan is rehearsed (each rank's part runs alone), then every plan is
-trained for real, as ``stretto train`` does. Rounds are interleaved: a round rehearses all plans and then trains all.
-A plan's times are the medians over rounds, its peak of memory is that of the longest run: a heap grows for many steps,
-so with ``--long`` the last round goes on for so many more, which are not timed. Each task has a process of its own, so that none begins with what another
-has imported.
+trained for real, as ``stretto train`` does. Rounds are interleaved: a round rehearses all plans and then trains all. A
+plan's times are the medians over rounds, its peak of memory is that of the last round: a heap grows for many steps, so
+with ``--long`` that round goes on for so many more, which are not timed. Each task has a process of its own, so that
+none begins with what another has imported.
 
 With ``--rate`` the last task's workers are on two hosts with a link of that speed between them; this needs root.
 """
