@@ -202,7 +202,7 @@ def test_a_plan_that_cuts_the_graph_is_trusted_less_far_and_given_more_room(rehe
     )
     assert whole and cut and (whole.laid_out, whole.kept) == (cut.laid_out, cut.kept) == (100, 200)
     assert (whole.most, cut.most) == tuple(int(1000 * REHEARSED[which].drift) for which in (False, True))
-    assert whole.risk < 0.01 and 0.2 < cut.risk < 0.5, "a limit a tenth over what was seen in a few steps"
+    assert whole.risk < 0.05 and 0.2 < cut.risk < 0.5, "a limit a tenth over what was seen in a few steps"
 
 
 def test_the_probability_is_a_half_at_the_limit_and_grows() -> None:

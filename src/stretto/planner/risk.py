@@ -31,7 +31,7 @@ class Rehearsed:
 
 # By whether the plan cuts the traced graph, of whose steps no two leave the heap alike. From runs of 40 and 60 steps
 # beside rehearsals of seven (benchmarks/planner/here.py, and docs/decisions/0034 for what the heap does).
-REHEARSED: Final = MappingProxyType({False: Rehearsed(1.015, 0.025), True: Rehearsed(1.07, 0.05)})
+REHEARSED: Final = MappingProxyType({False: Rehearsed(1.03, 0.035), True: Rehearsed(1.07, 0.06)})
 
 
 def probability_over(memory_bytes: float, limit: float | None, spread: float) -> float:
