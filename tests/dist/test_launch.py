@@ -252,7 +252,7 @@ def test_a_users_mistake_while_preparing_starts_no_worker(light: LocalLauncher, 
 def test_a_program_error_while_preparing_keeps_its_traceback(light: LocalLauncher) -> None:
     result = light.run(job("where", prepare="prepare_program_error"))
     assert result.exit_code == 1 and result.failure is not None
-    assert str(result.failure).startswith("host failed, before there were workers:\nTraceback") and "nothing there" in result.failure.text
+    assert str(result.failure).startswith("host (before there were workers) failed:\nTraceback") and "nothing there" in result.failure.text
 
 
 @pytest.mark.parametrize(("code", "expected"), [(9, 9), (0, 1)])

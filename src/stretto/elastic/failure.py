@@ -20,7 +20,7 @@ class Failure:
             line).
         text: what to print.
         exit_code: what the command should end with; never 0.
-        coordinates: the member's place on the mesh, such as ``dp=1``, where it said so.
+        coordinates: the member's place on the mesh, such as ``dp=1``, where it said so; of the host, what it was at.
         time: when, in seconds of the monotonic clock that all processes of a machine share.
         consequence: it only saw that another member, or the group, had gone.
     """
@@ -35,16 +35,14 @@ class Failure:
     consequence: bool = False
 
     def where(self) -> str:
-        """``rank 1 (member m2, dp=1)``, or ``host``."""
+        """``rank 1 (member m2, dp=1)``, or ``host (before there were workers)``."""
         if self.rank is None:
-            return self.member
+            return f"{self.member} ({self.coordinates})" if self.coordinates else self.member
         return f"rank {self.rank} (member {self.member}{', ' if self.coordinates else ''}{self.coordinates})"
 
     def __str__(self) -> str:
         """What to print last: a user's mistake is one line, a traceback stands whole under the place it came from."""
-        if self.kind != "program":
-            return self.text
-        return f"{self.where()} failed{', before there were workers' * (self.rank is None)}:\n{self.text}"
+        return f"{self.where()} failed:\n{self.text}" if self.kind == "program" else self.text
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:

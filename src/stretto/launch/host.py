@@ -27,7 +27,7 @@ def run_host(job: Job, directory: str, channel: Channel) -> int:
         prepared = _prepare(job, channel)
         resolve(job.entry)  # imported once, here, for all workers
     except BaseException as error:
-        word = describe(error)
+        word = describe(error, "before there were workers")
         channel.send(word)
         return int(word["exit_code"])
     share_heap()
