@@ -128,7 +128,7 @@ def predicted(name: str, links: LinkTable, apart: bool, launcher: LocalLauncher)
     path, sets = CASES[name]
     payload = {"task": str(ROOT / path), "sets": {**sets, "steps": "20"}, "plans": PLANS, "apart": apart}
     job = Job(
-        entry="timed:rehearsed",
+        entry="stretto.planning:work",
         payload={**payload, "links": links.to_json()},
         prepare="timed:rehearse",
         python_path=(str(Path(__file__).parent),),

@@ -66,9 +66,3 @@ def rehearse(payload: dict[str, Any], report: Any) -> list[dict[str, Any]]:
     rehearsals = Rehearsals.of(Path(payload["task"]), payload["sets"], apart=payload["apart"])
     planner = Planner(rehearsals, LinkTable.from_json(payload["links"]))
     return [planner.predict(Plan.parse(plan)).to_json() for plan in payload["plans"]]
-
-
-def rehearsed(payload: dict[str, Any], context: WorkerContext) -> list[dict[str, Any]]:
-    """The worker's entry: what the host has found."""
-    found: list[dict[str, Any]] = context.prepared
-    return found

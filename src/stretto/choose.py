@@ -78,6 +78,11 @@ class Choice:
         return self.room.risk if self.room else 0.0
 
     @property
+    def why(self) -> str:
+        """Why it is refused, for where the plan itself is named beside it."""
+        return self.refused.removeprefix(f"plan {self.plan}: ")
+
+    @property
     def fits(self) -> bool:
         """Whether it may be chosen."""
         return not self.refused and self.risk < RISK

@@ -12,12 +12,11 @@ import pytest
 
 from stretto.choose import Choice, Room
 from stretto.cli.main import main
-from stretto.cli.plan_task import _nothing, _refusals
+from stretto.cli.plan_task import _refusals, nothing_fits
 from stretto.planner.advise import _wait
 from stretto.planner.described import read_model
 from stretto.planner.hardware import Machines, find_device
 from stretto.planner.mixed import as_the_worst
-from stretto.planning import Predicted
 
 GPT = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304, "sequence": 2048}
 
@@ -242,7 +241,7 @@ def test_plans_that_are_refused_for_one_reason_share_a_line() -> None:
     room = Room(1, 2, 3 << 30, risk=0.9)
     choices = (*refused, Choice("dp=5", 1.0, 1.0, room=room), Choice("dp=6", 1.0, 1.0, room=Room(1, 2, 2 << 30, 0.8)))
     assert _refusals(choices) == {"no": ["dp=2", "dp=3", "dp=4"]}
-    said = _nothing(Predicted(choices), 1 << 30)
+    said = nothing_fits(choices, 1 << 30)
     assert "none fits" in said and "The least, dp=6, takes 2.0 GiB, and a worker has 1.0 GiB" in said
 
 

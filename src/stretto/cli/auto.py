@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stretto.choose import UNSEEN, Choice, fitting, ranked
-from stretto.cli.plan_task import room_of, tell_of
-from stretto.cli.words import duration, size
+from stretto.cli.plan_task import nothing_fits, room_of, tell_of
+from stretto.cli.words import duration
 from stretto.cluster import Cluster
 from stretto.corrections import Corrections, corrections_of
 from stretto.errors import UserError
@@ -64,8 +64,7 @@ def choose_plan(
         return _unplanned(Plan(dp=workers))
     found = ranked([*others, *predicted.plans])
     if not (fits := fitting(found)):
-        least = min(one.memory_bytes for one in found if not one.refused)
-        raise UserError(f"no plan fits: the least takes {size(least)}, a worker has {size(int(wanted.limit or 0))}")
+        raise UserError(nothing_fits(found, wanted.limit))
     left = sum(one.refused.startswith(UNSEEN) for one in found)
     more = f"; to look at {left} more would take too much of this run" if left else ""
     return _chosen(fits[0], f"the best of {len(found) - left} plans{more}", wanted.corrections)

@@ -100,7 +100,7 @@ def plan_task(
     elif any(not one.refused for one in found.plans):
         _print(found, number, limit, asked)
     if not fitting(found.plans):
-        raise UserError(_nothing(found, limit))
+        raise UserError(nothing_fits(found.plans, limit))
 
 
 def room_of(workers: int) -> float | None:
@@ -121,8 +121,7 @@ def parse_bytes(text: str) -> float:
 
 def tell_of(one: Choice) -> None:
     """Each plan, on standard error, as it comes."""
-    why = one.refused.removeprefix(f"plan {one.plan}: ")
-    said = f"refused: {why}" if why else f"{1e3 * one.seconds:.1f} ms"
+    said = f"refused: {one.why}" if one.refused else f"{1e3 * one.seconds:.1f} ms"
     print(f"{one.plan}: {said}", file=sys.stderr)
 
 
@@ -154,9 +153,9 @@ def _print(found: Predicted, workers: int, limit: float | None, asked: Asked) ->
     shown = [one for one in found.plans if not one.refused][:SHOWN]
     wide = max((len(one.plan) for one in shown), default=4)
     room = "" if limit is None else f", each with {size(int(limit))} of memory"
-    print(f"{len(found.plans)} plan(s) for {workers} worker(s){room}")
+    print(f"{len(found.plans)} plan(s) for {workers} worker(s){room}\n")
     titles = f"{'a step':>10}  {'of it work':>10}  {'waiting':>10}  {'samples/s':>9}  {'memory':>8}  no fit"
-    print(f"\n{'plan':<{wide}}  {titles}")
+    print(f"{'plan':<{wide}}  {titles}")
     for one in shown:
         times = "  ".join(f"{1e3 * took:>7.1f} ms" for took in (one.seconds, one.work, one.seconds - one.work))
         rate = count(found.batch / one.seconds)
@@ -172,17 +171,17 @@ def _refusals(plans: Sequence[Choice]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for one in plans:
         if one.refused:
-            found.setdefault(one.refused.removeprefix(f"plan {one.plan}: "), []).append(one.plan)
+            found.setdefault(one.why, []).append(one.plan)
     return found
 
 
-def _nothing(found: Predicted, limit: float | None) -> str:
-    """Why there is no plan to take."""
+def nothing_fits(plans: Sequence[Choice], limit: float | None) -> str:
+    """Why there is none to take."""
     from stretto.choose import RISK
 
-    possible = [one for one in found.plans if not one.refused]
+    possible = [one for one in plans if not one.refused]
     if not possible:
-        return f"{found.plans[0].plan}: {found.plans[0].refused}"
+        return f"{plans[0].plan}: {plans[0].why}"
     least = min(possible, key=lambda one: one.memory_bytes)
     said = f"none fits: each is likelier than {RISK:.0%} to run out of memory. The least, {least.plan}, takes"
     return f"{said} {size(least.memory_bytes)}, and a worker has {size(int(limit or 0))}"
