@@ -15,7 +15,7 @@ from pathlib import Path
 
 from stretto.choose import RISK
 from stretto.plan import Plan
-from stretto.planner.risk import REHEARSED, probability_over
+from stretto.planner.risk import probability_over, rehearsed
 
 CASES, NEAR, FAR = 20, 0.1, 0.6
 
@@ -29,7 +29,8 @@ def main() -> None:
         row, over = drawn.choice(rows), case < CASES
         share = drawn.uniform(0.0, NEAR) if case % 2 else drawn.uniform(NEAR, FAR)
         limit = row["measured_bytes"] * (1 - share if over else 1 + share)
-        risk = probability_over(row["predicted_bytes"], limit, REHEARSED[Plan.parse(row["plan"]).traced].spread)
+        spread = rehearsed(Plan.parse(row["plan"]).traced, row["allocator"]).spread
+        risk = probability_over(row["predicted_bytes"], limit, spread)
         if (risk >= RISK) != over:
             wrong, unsure = wrong + 1, unsure + (0.2 <= risk <= 0.8)
             sizes = f"{row['measured_bytes'] / 1e6:.0f} MB measured, {row['predicted_bytes'] / 1e6:.0f} predicted"

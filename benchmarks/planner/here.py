@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from apart import links_between, run_apart, two_hosts
 from stretto.cluster import Cluster
 from stretto.doctor.links import measure_links
 from stretto.launch import LocalLauncher
+from stretto.launch.allocator import allocator_variables
 from stretto.launch.job import Job, result_of
 from stretto.order import TrainOrder
 from stretto.plan import Plan
@@ -106,10 +108,11 @@ def case(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
             links = measure_links(2, launcher)
             launch = partial(on_this_host, launcher)
         real = partial(measured, path=path, steps=options.steps, launcher=launch)
-        found = figures(partial(predicted, name, links, bool(rate), launcher), real, options)
+        longest = str(WARM + options.steps + options.long)
+        found = figures(partial(predicted, name, links, bool(rate), longest, launcher), real, options)
     rows = []
     for plan, one in found.items():
-        row = {"task": f"{name} over {rate}" if rate else name, "plan": plan}
+        row = {"task": f"{name} over {rate}" if rate else name, "plan": plan, "allocator": one.pop("allocator")[0]}
         row |= {key: statistics.median(values) for key, values in one.items()}
         row["time_error"] = row["predicted"] / row["measured"] - 1
         row["memory_error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
@@ -123,10 +126,10 @@ def case(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "links": links.to_json()}
 
 
-def predicted(name: str, links: LinkTable, apart: bool, launcher: LocalLauncher) -> list[dict[str, Any]]:
+def predicted(name: str, links: LinkTable, apart: bool, steps: str, launcher: LocalLauncher) -> list[dict[str, Any]]:
     """What is predicted of each plan of a task, in a host's process as ``stretto plan`` does."""
     path, sets = CASES[name]
-    payload = {"task": str(ROOT / path), "sets": {**sets, "steps": "20"}, "plans": PLANS, "apart": apart}
+    payload = {"task": str(ROOT / path), "sets": {**sets, "steps": steps}, "plans": PLANS, "apart": apart}
     job = Job(
         entry="stretto.planning:work",
         payload={**payload, "links": links.to_json()},
@@ -142,15 +145,16 @@ def figures(
     predict: Callable[[], list[dict[str, Any]]],
     real: Callable[..., tuple[float, float]],
     options: argparse.Namespace,
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, dict[str, list[Any]]]:
     """Of each plan, what each round found."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     _, sets = CASES[options.case]
     for count in range(1, options.rounds + 1):
         for plan, one in zip(PLANS, predict(), strict=True):
             if "refused" in one:
                 print(f"{options.case} {plan}: {one['refused']}")
                 continue
+            found[plan]["allocator"].append(one["allocator"])
             found[plan]["predicted"].append(one["step_seconds"])
             found[plan]["predicted_bytes"].append(float(one["memory_bytes"]))
         for plan in list(found):
@@ -166,7 +170,8 @@ def in_own_process(name: str, rate: str, options: argparse.Namespace) -> dict[st
         out = Path(folder, "case.json")
         counts = ("--steps", str(options.steps), "--rounds", str(options.rounds), "--long", str(options.long))
         words = (*counts, "--case", name, "--out", str(out), "--rate", rate)
-        subprocess.run([sys.executable, __file__, *words], check=True)
+        # Also for the workers that are apart, which a user starts with what `stretto doctor` says of their hosts.
+        subprocess.run([sys.executable, __file__, *words], check=True, env={**os.environ, **allocator_variables()})
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

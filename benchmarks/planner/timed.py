@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.choose import Planner
-from stretto.comm.group import SHARED_MEMORY
 from stretto.errors import LaunchError
-from stretto.evaluation import evaluate_first
 from stretto.launch import WorkerContext
 from stretto.launch.process import fork
-from stretto.observe import peak_rss_bytes, rss_bytes
+from stretto.observe import allocator, rss_bytes
 from stretto.order import TrainOrder
 from stretto.plan import Plan
 from stretto.planner.tables import LinkTable
@@ -25,16 +23,12 @@ from stretto.training import form_group, open_run, prepare
 
 
 def work(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
-    """Returns seconds of each step, and the peak of memory after an evaluation's first batch."""
+    """Returns seconds of each step, and the summary's peak of memory."""
     order = TrainOrder(**payload)
     group = form_group(context.prepared.plan, context)
     run = open_run(context.prepared, RunOptions(Path(order.run), order.attempt, order.stop_after), context, group)
     seconds = [run.step(batch).seconds for batch in run.batches()]
-    if "val" in run._data:
-        evaluate_first(run.task, run.plan, run._on, run._data["val"])
-    sharers = group.size if group.transport == SHARED_MEMORY else 1
-    peak = max(run._peak_bytes, peak_rss_bytes(sharers) - context.imports_rss_bytes)
-    return {"seconds": seconds, "peak_bytes": int(group.maximum(float(peak)))}
+    return {"seconds": seconds, "peak_bytes": run.finish()["peak_bytes"]}
 
 
 def apart(payload: dict[str, Any], context: WorkerContext) -> dict[str, Any]:
@@ -65,4 +59,4 @@ def rehearse(payload: dict[str, Any], report: Any) -> list[dict[str, Any]]:
     are rehearsed at once all the same, for the hosts are this machine's namespaces and share its cores."""
     rehearsals = Rehearsals.of(Path(payload["task"]), payload["sets"], apart=payload["apart"])
     planner = Planner(rehearsals, LinkTable.from_json(payload["links"]))
-    return [planner.predict(Plan.parse(plan)).to_json() for plan in payload["plans"]]
+    return [planner.predict(Plan.parse(plan)).to_json() | {"allocator": allocator()} for plan in payload["plans"]]

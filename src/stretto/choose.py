@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stretto.corrections import Corrections
 from stretto.errors import UserError
+from stretto.observe import allocator
 from stretto.plan import RECOMPUTE, Plan
 from stretto.planner.candidates import candidates
 from stretto.planner.replay import Prices
-from stretto.planner.risk import REHEARSED, probability_over
+from stretto.planner.risk import probability_over, rehearsed
 
 if TYPE_CHECKING:
     from stretto.rehearse import Rehearsals
@@ -160,7 +161,7 @@ class Planner:
         work = step.work[busiest]
         quicker = found.play(_Twice(self.prices))
         laid_out, kept, most = (factors.memory * size for size in max(found.memory, key=lambda sizes: sizes[-1]))
-        trust = REHEARSED[plan.traced]
+        trust = rehearsed(plan.traced, allocator())
         most *= trust.drift
         return Choice(
             str(plan),

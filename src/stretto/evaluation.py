@@ -62,21 +62,21 @@ def evaluate(
     return {"loss": _sum_of_means([totals[name] for name in named]), **totals}
 
 
-def evaluate_first(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> None:
-    """This rank's part of the first global batch of an evaluation, for who wants to know what that takes."""
-    _added(task, plan, on, feeder, lambda: None, batches=1)
+def evaluate_ends(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> None:
+    """This rank's part of an evaluation's first global batch and of its last, which may be shorter: to know what
+    evaluating takes."""
+    _added(task, plan, on, feeder, lambda: None, ends=True)
 
 
 def _added(
-    task: Task, plan: Plan, on: Machinery, feeder: Feeder, moved: Callable[[], None], batches: int | None = None
+    task: Task, plan: Plan, on: Machinery, feeder: Feeder, moved: Callable[[], None], ends: bool = False
 ) -> tuple[_Table, Iterable[str]]:
-    """What this rank adds up over the split, or over its first global batches, and the names of its losses."""
+    """What this rank adds up over the split, or over its ends alone, and the names of its losses."""
     recipe = task.recipe
     if not len(feeder):
         raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
     size = recipe.eval_batch or recipe.batch
-    length = len(feeder) if batches is None else min(len(feeder), batches * size)
-    cutting = (length, size, plan.dp, on.data.rank)
+    cutting = (len(feeder), size, plan.dp, on.data.rank, ends)
     feeder.expect((piece.ids, "evaluate") for piece in _pieces(*cutting))
     table = _Table()
     terms: dict[str, None] = {}
@@ -105,9 +105,10 @@ def _sum_of_means(terms: Sequence[Total]) -> tuple[float, float]:
     return sum(means), float(bool(means))
 
 
-def _pieces(length: int, size: int, num_ranks: int, rank: int) -> Iterator[Piece]:
-    """What a rank evaluates, in order; ``first`` counts in the whole split."""
-    for start in range(0, length, size):
+def _pieces(length: int, size: int, num_ranks: int, rank: int, ends: bool) -> Iterator[Piece]:
+    """What a rank evaluates, in order, or only of the ``ends``; ``first`` counts in the whole split."""
+    starts = range(0, length, size)
+    for start in sorted({starts[0], starts[-1]}) if ends else starts:
         for piece in cut(range(start, min(start + size, length)), num_ranks, 1, rank):
             yield replace(piece, first=start + piece.first)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, tee
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -26,13 +26,13 @@ from stretto.assemble import assemble, build_template, open_data
 from stretto.checkpoint.snapshot import snapshot_slices
 from stretto.cluster import Cluster
 from stretto.comm.echo import EchoGroup, sockets_bytes
-from stretto.data import Feeder, Position, Sampler, cut, derive_seed, seed_everything
+from stretto.data import BatchHandle, Feeder, Position, Sampler, derive_seed, seed_everything
 from stretto.errors import PlanError, UserError, one_line
-from stretto.evaluation import evaluate_first
+from stretto.evaluation import evaluate_ends
 from stretto.launch.context import stay_on_loopback
 from stretto.launch.process import Child, fork, pass_death_to_forks
 from stretto.launch.worker import set_threads
-from stretto.machinery import Machinery
+from stretto.machinery import Machinery, call_of
 from stretto.observe import give_back, peak_rss_bytes, rss_bytes
 from stretto.parallel import Template
 from stretto.parallel.apply import check
@@ -45,6 +45,8 @@ from stretto.terms import Terms
 
 WARM: Final = 2  # steps that aren't looked at: memory and caches are cold
 STEPS: Final = 5
+AHEAD: Final = 64  # steps for whose shapes there is to be room
+LOOKING: Final = 2.0  # seconds for them
 
 
 class RehearsalError(UserError):
@@ -288,30 +290,49 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
     laid_out = rss_bytes(sharers)
     said.say({"answers": group.answers})
     said.wait()
-    batches = Sampler(len(feeder), task.recipe.batch, task.recipe.seed).batches(1, Position())
-    batches, ahead = tee(islice(batches, WARM + STEPS))
-    place = machinery.data.rank
-    feeder.expect(
-        (piece.ids, batch.start.epoch) for batch in ahead for piece in cut(batch.ids, plan.dp, plan.microbatches, place)
-    )
-    steps = []
-    for batch in batches:
+    batches = list(islice(Sampler(len(feeder), task.recipe.batch, task.recipe.seed).batches(1, Position()), AHEAD))
+    feeder.expect((piece.ids, batch.start.epoch) for batch in batches for piece in stepper.pieces(batch))
+    steps, sizes = [], list[int]()
+    for batch in batches[: WARM + STEPS]:
         group.notes.take()
         began = time.perf_counter()
         stepper.step(batch)
         steps.append(_events(began, group.notes.take(), time.perf_counter()))
+        sizes.append(rss_bytes(sharers))
+    more = _of_traces(stepper, batches[: max(task.recipe.steps, len(sizes))], sizes)
     give_back()
     kept = rss_bytes(sharers)
     _end(of, plan, machinery, data)
-    memory = [size - of.imports_bytes for size in (laid_out, kept, max(peak, peak_rss_bytes(sharers)))]
+    peak = max(peak, peak_rss_bytes(sharers))
+    memory = [laid_out - of.imports_bytes, *(size + more - of.imports_bytes for size in (kept, peak))]
     assignment = cast(Any, machinery.applied).assignment.to_json() if plan.traced else None
     said.say({"steps": steps[WARM:], "memory": memory, "assignment": assignment, "samples": len(feeder)})
+
+
+def _of_traces(stepper: Stepper, batches: Sequence[BatchHandle], sizes: Sequence[int]) -> int:
+    """Bytes that traces will take which the first steps of those of ``batches`` had no need of: for each set of shapes
+    one is kept. ``sizes``: of this process after each of those steps."""
+    found, counts, began = set[Any](), list[int](), time.perf_counter()
+    for batch in batches:
+        for piece in stepper.pieces(batch):
+            samples = stepper.fetch(piece, batch)
+            found.add(stepper.on.applied.traced_for(call_of(stepper.task, stepper.on, samples), samples))
+        counts.append(len(found))
+        known = counts[WARM - 1 : len(sizes)]
+        if len(counts) == len(sizes) and known[0] == known[-1]:
+            return 0  # what they take can't be told, and they are few
+        if len(counts) > len(sizes) and time.perf_counter() - began > LOOKING:
+            break
+    each = max(0.0, (sizes[-1] - sizes[WARM - 1]) / (known[-1] - known[0]))
+    return int(each * (counts[-1] - known[-1]))
 
 
 def _end(of: Rehearsals, plan: Plan, machinery: Machinery, data: Mapping[str, Feeder]) -> None:
     """What takes memory outside of steps: an evaluation, and a checkpoint that is written while training goes on."""
     if "val" in data:
-        evaluate_first(of.task, plan, machinery, data["val"])
+        evaluate_ends(of.task, plan, machinery, data["val"])
+        if machinery.group.rank == 0:
+            of.task.baselines()
     if of.task.recipe.save_every:
         snapshot_slices([*machinery.applied.export_state(), *machinery.optimizer.export_state()])
 

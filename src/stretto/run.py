@@ -21,9 +21,7 @@ from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, json_only
 from stretto.comm.group import SHARED_MEMORY, Group
 from stretto.data import (
     BatchHandle,
-    Piece,
     Sampler,
-    cut,
     derive_seed,
     resumed_position,
     seed_everything,
@@ -34,7 +32,7 @@ from stretto.evaluation import evaluate
 from stretto.forecast import Forecast
 from stretto.kept import kept_of, restore
 from stretto.launch.context import WorkerContext
-from stretto.observe import EventLog, peak_rss_bytes
+from stretto.observe import EventLog, allocator, give_back, peak_rss_bytes
 from stretto.prepared import Prepared, Progress, RunOptions
 from stretto.runfolder import write_summary
 from stretto.skips import SkipWatch
@@ -138,7 +136,7 @@ class Run:
         if self._best.due(self._progress.step):  # the loop evaluated before its first batch
             self.save()
         left, ahead = tee(takewhile(lambda batch: batch.step <= self._last_step(), endless))
-        train.expect((piece.ids, batch.start.epoch) for batch in ahead for piece in self._cut(batch))
+        train.expect((piece.ids, batch.start.epoch) for batch in ahead for piece in self._stepper.pieces(batch))
         del ahead  # nor would tee ever let go of a batch
         for batch in left:
             if self._stopping:
@@ -151,9 +149,6 @@ class Run:
             regular = self.recipe.save_every and batch.step % self.recipe.save_every == 0
             if regular or self._best.due(batch.step):
                 self.save()
-
-    def _cut(self, batch: BatchHandle) -> tuple[Piece, ...]:
-        return cut(batch.ids, self.plan.dp, self.plan.microbatches, self._on.data.rank)
 
     def _last_step(self) -> int:
         return min(self.recipe.steps, self._options.stop_after or self.recipe.steps)
@@ -201,7 +196,7 @@ class Run:
         self._told_draws = True
 
     def _record(self, batch: BatchHandle, outcome: StepOutcome) -> None:
-        pieces = self._cut(batch) if self._on.applied.ranks.counts else ()
+        pieces = self._stepper.pieces(batch) if self._on.applied.ranks.counts else ()
         own = [index for piece in pieces if not piece.ghost for index in piece.ids]
         self._ledger.commit(batch.step, batch.start.epoch, batch.start.offset, batch.end.offset, own)
         event = {
@@ -254,6 +249,7 @@ class Run:
             raise UserError(f"run.evaluate(): no split {split!r} in data(); there are {', '.join(self._data)}"
                             f"{nearest(split, self._data)}")  # fmt: skip
         self._context.position.at(Phase.EVALUATE, self._progress.step)
+        give_back()  # other sizes don't fit into what steps have left free, and would come on top of it
         totals = evaluate(self.task, self.plan, self._on, self._data[split], self._context.position.moved)
         # One rank's numbers for all: what a loop decides by them (to stop, say) is then decided alike everywhere.
         shown = self.task.summarize(totals) if self._group.rank == 0 else None
@@ -357,6 +353,7 @@ class Run:
             "plan": str(self.plan),
             "world_size": self._group.size,
             "peak_bytes": peak,
+            "allocator": allocator(),
             "skipped_steps": self._progress.skipped,
             "finished": ended,
             "evaluation": self._evaluated[1] if self._evaluated else None,

@@ -246,7 +246,7 @@ class Stepper:
         on.applied.refresh()
         on.sync.begin()
         on.applied.module.train()
-        pieces = cut(batch.ids, self.plan.dp, self.plan.microbatches, on.data.rank)
+        pieces = self.pieces(batch)
         terms = Terms(self.task, on.data, self._nominal(), self._names)
         self.position.at(Phase.MICROBATCH, batch.step)
         fetched = [self.fetch(piece, batch) for piece in pieces] if terms.weighs_first else None
@@ -263,6 +263,10 @@ class Stepper:
         self.position.at(Phase.VOTE, batch.step)
         with self.lanes.span("vote"):
             return self._vote(batch.step, terms)
+
+    def pieces(self, batch: BatchHandle) -> tuple[Piece, ...]:
+        """Of a batch those that this rank computes, one a microbatch."""
+        return cut(batch.ids, self.plan.dp, self.plan.microbatches, self.on.data.rank)
 
     def fetch(self, piece: Piece, batch: BatchHandle) -> Any:
         """The samples of a piece, on the device."""

@@ -19,7 +19,7 @@ from stretto.errors import Interrupted, UserError
 from stretto.launch import LocalLauncher
 from stretto.launch.job import Job, result_of
 from stretto.plan import Plan
-from stretto.planner.risk import REHEARSED, probability_over
+from stretto.planner.risk import probability_over, rehearsed
 from stretto.planner.tables import LinkTable
 from stretto.rehearse import Rehearsals, Rehearsed, _Player
 
@@ -201,8 +201,19 @@ def test_a_plan_that_cuts_the_graph_is_trusted_less_far_and_given_more_room(rehe
         Planner(cast(Any, Fixed()), FREE, limit=1100.0).predict(Plan.parse(plan)).room for plan in ("dp=1", "tp=2")
     )
     assert whole and cut and (whole.laid_out, whole.kept) == (cut.laid_out, cut.kept) == (100, 200)
-    assert (whole.most, cut.most) == tuple(int(1000 * REHEARSED[which].drift) for which in (False, True))
+    assert (whole.most, cut.most) == tuple(int(1000 * rehearsed(which, "C library").drift) for which in (False, True))
     assert whole.risk < 0.05 and 0.2 < cut.risk < 0.5, "a limit a tenth over what was seen in a few steps"
+
+
+def test_there_is_room_for_the_traces_of_shapes_to_come() -> None:
+    """Sentences of other lengths are other shapes, and of a cut model each has a trace that is kept."""
+    bert = ROOT / "tests" / "tasks" / "bert.py"
+    sets = {"batch": "3", "length": "20", "size": "200"}
+    # The first one is told of what the task's libraries take, too.
+    _, few, many = (Rehearsals.of(bert, {**sets, "steps": steps}, cores=1) for steps in ("7", "7", "64"))
+    for plan, least, most in (("tp=2", 3e6, 60e6), ("dp=2", -3e6, 3e6)):
+        sizes = [one.run(Plan.parse(plan)).memory_bytes[0] for one in (few, many)]
+        assert least < sizes[1] - sizes[0] < most, plan
 
 
 def test_the_probability_is_a_half_at_the_limit_and_grows() -> None:

@@ -20,7 +20,7 @@ from stretto.planner.memory import (
     Memory,
     peak_memory,
 )
-from stretto.planner.risk import DESCRIBED, MOST_RISK, REHEARSED, most_bytes, probability_over
+from stretto.planner.risk import DESCRIBED, MOST_RISK, most_bytes, probability_over, rehearsed
 from stretto.planner.score import Scorer
 from stretto.planner.setups import SCHEDULES, Setups
 from stretto.planner.software import Activations, Software, States, read_software
@@ -228,7 +228,7 @@ def test_many_setups_at_once_are_each_alone() -> None:
 
 def test_probability_is_of_a_normal_logarithm() -> None:
     for share in (0.5, 0.8, 0.97, 1.0, 1.02, 1.3, 3.0):
-        for spread in (REHEARSED[True].spread, DESCRIBED):
+        for spread in (rehearsed(True, "C library").spread, DESCRIBED):
             said = probability_over(7e9 * share, 7e9, spread)
             assert said == pytest.approx((1 + math.erf(math.log(share) / spread / math.sqrt(2))) / 2, rel=1e-12)
             if 0.01 < said < 0.99:

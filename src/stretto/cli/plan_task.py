@@ -82,7 +82,8 @@ def plan_task(
         print(said, file=sys.stderr)
     limit = parse_bytes(memory) if memory is not None else (known and known.room) or room_of(number)
     path, settings = str(find_task(task)), parse_sets(sets)
-    with LocalLauncher(preloads(None)) as launcher:
+    # On several hosts others start the workers, in their own environment.
+    with LocalLauncher(preloads(None), own_allocator=known is None or not known.links.per_host) as launcher:
         links = known.links if known is not None else measure_links(number, launcher)
         plans = () if given is None else (str(given),)
         wanted = Wanted(path, settings, number, plans, links, limit, corrections_of(Path("runs")))

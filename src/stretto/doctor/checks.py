@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from stretto.comm.shm_memory import PAGE, SharedMemory
 from stretto.errors import LaunchError, UserError, one_line
+from stretto.launch.allocator import allocator_is_chosen, allocator_library
 from stretto.launch.context import check_interface
 from stretto.launch.limits import check_open_files
 
@@ -53,6 +54,7 @@ def checks(workers: int, folder: Path) -> Iterator[Check]:
     """All of them, for so many workers on this host that keep their runs in ``folder``."""
     yield _versions()
     yield _shared_memory()
+    yield _allocator()
     yield _open_files(workers)
     yield _interface()
     yield _ports()
@@ -80,6 +82,17 @@ def _shared_memory() -> Check:
     if why:
         return Check("shared memory", why, "workers of this host will talk over sockets, which is slower; free memory")
     return Check("shared memory", f"{SHARED >> 20} MiB between processes")
+
+
+def _allocator() -> Check:
+    """None is wrong: on the CPU glibc's takes more memory, how much more hangs on chance; who has named one has
+    a reason to."""
+    if allocator_is_chosen():
+        return Check("memory allocator", "LD_PRELOAD is set, so workers run on what it says")
+    if library := allocator_library():
+        return Check("memory allocator", f"tcmalloc; torchrun's and Slurm's workers need LD_PRELOAD={library} for it")
+    ways = "apt-get install libtcmalloc-minimal4, dnf install gperftools-libs, or conda install gperftools"
+    return Check("memory allocator", f"the C library's; with tcmalloc workers on the CPU take less memory: {ways}")
 
 
 def _open_files(workers: int) -> Check:

@@ -16,8 +16,10 @@ from typing import Any, Final
 import numpy
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 
 from stretto.data import mapped
 from stretto.errors import Refused, one_line
@@ -128,6 +130,7 @@ def trace(
             "the model's forward draws random numbers from Python or NumPy, and a trace draws them only once; "
             "draw them from torch"
         )
+    FakeTensorMode.cache_clear()  # torch keeps what each operation gives for each shape, for the process's whole life
     _without_assertions(program.graph_module)
     if autocast:
         program.graph_module.meta[AUTOCAST] = True
@@ -167,9 +170,23 @@ def _read(program: torch.export.ExportedProgram, module: nn.Module, output: Any,
         constants={key: program.constants[target] for key, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         arguments=tuple(flat),
         mutated=tuple(mutated),
-        output=output,
+        output=mapped(output, _stand_in),
         loss=_of_loss(program.graph) if scored else None,
     )
+
+
+def let_go(graph: fx.GraphModule, *kept: str) -> None:
+    """Leaves of what its nodes know what ``kept`` names, once it is only run. A trace's fake tensors hold all that made
+    them: megabytes, for each set of shapes."""
+    for inner in graph.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            known = {key: node.meta[key] for key in kept if key in node.meta}
+            node.meta = tree_map_only(torch.Tensor, _stand_in, known)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Of its shape and type, and nothing else."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _without_assertions(graph: fx.GraphModule) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +14,7 @@ from typing import Any, Self
 from stretto.comm.framed import channel_pair
 from stretto.elastic.coordinator import Coordinator, Graces
 from stretto.elastic.policy import Policy, StopOnFailure
+from stretto.launch.allocator import allocator_variables
 from stretto.launch.context import check_interface
 from stretto.launch.interrupts import Interrupts
 from stretto.launch.job import Job, JobResult
@@ -27,7 +28,7 @@ _OWN_END_SECONDS = 0.5
 class Server:
     """A fork server's process, seen from the launcher."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str], allocator: Mapping[str, str]) -> None:
         self.channel, theirs = channel_pair()
         lifeline, self._lifeline = os.pipe()
         self._process = subprocess.Popen(
@@ -38,6 +39,7 @@ class Server:
                 "stretto.launch.server",
                 str(theirs.fileno()),
                 str(lifeline),
+                ",".join(allocator),
                 *preload,
             ],
             pass_fds=(theirs.fileno(), lifeline),
@@ -49,6 +51,7 @@ class Server:
             env={
                 "GLOO_SOCKET_IFNAME": "lo",
                 **os.environ,
+                **allocator,
                 "OMP_NUM_THREADS": "1",
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             },
@@ -78,10 +81,22 @@ class LocalLauncher:
     """
 
     def __init__(
-        self, preload: Sequence[str] = (), *, policy: Policy | None = None, graces: Graces | None = None
+        self,
+        preload: Sequence[str] = (),
+        *,
+        policy: Policy | None = None,
+        graces: Graces | None = None,
+        own_allocator: bool = True,
     ) -> None:
-        """Args: ``preload`` names modules; ``policy`` answers a worker's bad end (default: stop the job)."""
+        """
+        Args:
+            preload: names of modules.
+            policy: answers a worker's bad end (default: stop the job).
+            own_allocator: workers run on tcmalloc, where this machine has it and ``LD_PRELOAD`` isn't set; False: on
+                what the environment gives any process.
+        """
         self._preload = tuple(preload)
+        self._allocator = allocator_variables() if own_allocator else {}
         self._policy = policy or StopOnFailure()
         self._graces = graces or Graces()
         self._server: Server | None = None
@@ -140,5 +155,5 @@ class LocalLauncher:
 
     def _running_server(self) -> Server:
         if self._server is None:
-            self._server = Server(self._preload)
+            self._server = Server(self._preload, self._allocator)
         return self._server

@@ -1,6 +1,7 @@
 """The fork server: imports the costly modules once, then forks a host for each job.
 
-Run as ``python -m stretto.launch.server SOCKET LIFELINE [MODULE ...]``, with the numbers of two inherited descriptors.
+Run as ``python -m stretto.launch.server SOCKET LIFELINE VARIABLES [MODULE ...]``, with the numbers of two inherited
+descriptors, and the names of what in the environment is for this process alone.
 It runs no torch operator and starts no thread, because neither survives a fork.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 from stretto.comm.framed import Channel, channel_of
 from stretto.errors import one_line
+from stretto.launch.allocator import forget_variables
 from stretto.launch.host import run_host
 from stretto.launch.job import Job
 from stretto.launch.limits import raise_open_files
@@ -23,7 +25,8 @@ from stretto.launch.process import Child, end_group_with, fork, share_heap
 
 def main(arguments: list[str]) -> int:
     """Serves until the launcher has gone. Returns the exit code."""
-    socket_fd, lifeline, modules = int(arguments[0]), int(arguments[1]), arguments[2:]
+    socket_fd, lifeline, variables, modules = int(arguments[0]), int(arguments[1]), arguments[2], arguments[3:]
+    forget_variables(variables.split(","))
     os.set_inheritable(socket_fd, False)
     os.set_inheritable(lifeline, False)
     end_group_with(lifeline)

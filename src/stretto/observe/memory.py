@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import torch
 
 _STATUS: Final = "/proc/self/status"
+_CALLS: Final = MappingProxyType({"tcmalloc": "MallocExtension_ReleaseFreeMemory", "jemalloc": "mallctl"})
 
 
 def rss_bytes(sharers: int = 1) -> int:
@@ -31,10 +33,23 @@ def peak_rss_bytes(sharers: int = 1) -> int:
     return (_field(_STATUS, "VmHWM:") or 0) - _of_others(sharers)
 
 
+def allocator() -> str:
+    """What this process takes its memory from: ``tcmalloc``, ``jemalloc``, or the ``C library``."""
+    calls = ctypes.CDLL(None)
+    return next((name for name, call in _CALLS.items() if hasattr(calls, call)), "C library")
+
+
 def give_back() -> None:
-    """Lets the C library return to the system what was freed; nothing where it can't."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    """Lets the allocator return to the system what was freed; nothing where it can't."""
+    calls = ctypes.CDLL(None)
+    match allocator():
+        case "tcmalloc":
+            calls.MallocExtension_ReleaseFreeMemory()
+        case "jemalloc":
+            calls.mallctl(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # 4096 stands for all of them
+        case _:
+            with suppress(AttributeError):  # not every C library has it
+                calls.malloc_trim(0)
 
 
 def free_bytes(device: torch.device | None = None) -> int | None:

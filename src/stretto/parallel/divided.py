@@ -258,12 +258,16 @@ class Divided(Placed):
 
         return forward
 
+    def traced_for(self, call: Call, samples: Any) -> Any:
+        """See :class:`Applied`."""
+        return _key(self.module.training, given_of(call, samples, self._scored is not None and samples is not None))
+
     def _of(self, microbatch: Forwarded) -> Program:
         """For another mode or other shapes: the same cut of the same parameters."""
         call = microbatch.call()
         batch = microbatch.samples
         scoring = None if self._scored is None or batch is None else replace(self._scored, batch=batch)
-        key = _key(self.module.training, given_of(call, batch, scoring is not None))
+        key = self.traced_for(call, batch)
         if key not in self._programs:
             if scoring is not None and (why := unseen(scoring.batch)):
                 raise Refused(f"plan {self._plan}: {why}; in earlier batches it was a tensor")
@@ -274,7 +278,8 @@ class Divided(Placed):
             # What the model gives alone is gathered from the ranks.
             cut = follow_cut(read(traced, output=""), traced, parts, size) if size > 1 else uncut()
             stages = stages_like(work_of(traced, self._trains, self._changes), self._stages)
-            self._programs[key] = self._program(stages, cut)
+            self._programs[key] = program = self._program(stages, cut)
+            program.let_go()
         return self._programs[key]
 
     def _program(self, stages: Stages, cut: Cut) -> Program:

@@ -15,7 +15,7 @@ from stretto.graph.cut import Cut
 from stretto.graph.localize import NORM, WHOLE, Localizer, Portion
 from stretto.graph.regions import NONE, Regions
 from stretto.graph.stages import Stages
-from stretto.graph.trace import filled
+from stretto.graph.trace import filled, let_go
 from stretto.parallel.again import Several, Told
 from stretto.parallel.batchnorm import GlobalBatchNorm, NormOfAll
 from stretto.parallel.deferred import Deferred, defer
@@ -148,6 +148,12 @@ class Portioned:
         output = filled(self._tree, found[changed + leaving :]) if self._portion.last else None
         return Result(sent, output, _nothing if visit is None else visit.finish)
 
+    def let_go(self) -> None:
+        """See :meth:`Program.let_go`."""
+        let_go(self._portion.graph, WHOLE)
+        if self._stretches is not None:
+            self._stretches.let_go()
+
     @property
     def num_pieces(self) -> int:
         """In how many it is computed again; 0: it isn't."""
@@ -229,3 +235,9 @@ class Program:
                 order = tuple(sorted(range(value.dim()), key=steps.__getitem__))
                 shapes[node] = Shape(sizes, value.dtype, order, node in stages.carries)
         return cls(stages, localizer, portions, shapes)
+
+    def let_go(self) -> None:
+        """Of what only building it needed; a :class:`Looker` still finds all it asks for."""
+        let_go(self.stages.traced.graph, "val", "nn_module_stack")
+        for portion in self.portions.values():
+            portion.let_go()

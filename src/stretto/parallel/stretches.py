@@ -22,7 +22,7 @@ from stretto.graph.effects import written_in
 from stretto.graph.localize import ENTER, WHOLE, Localizer, Portion
 from stretto.graph.pieces import even_starts, piece_starts, weighed
 from stretto.graph.stages import Work, _together
-from stretto.graph.trace import Traced
+from stretto.graph.trace import Traced, let_go
 from stretto.parallel import gathered
 from stretto.parallel.again import Piece, Told
 from stretto.parallel.gathered import Names, Pieces, Visit
@@ -120,6 +120,11 @@ class Stretches:
                     del env[node]
         return [None if node is None else env[node] for node in self._outputs]
 
+    def let_go(self) -> None:
+        """See :meth:`stretto.parallel.program.Program.let_go`."""
+        for piece in self.pieces:
+            piece.let_go()
+
 
 class _Stretch:
     """Some operations of a graph in a row.
@@ -164,6 +169,10 @@ class _Stretch:
         call = _Call([env[node] for node in self.fixed], self._written, run_graph)
         found: Sequence[Any] = self.piece(*(env[node] for node in self.moving), call=call)
         return found
+
+    def let_go(self) -> None:
+        """See :meth:`Stretches.let_go`."""
+        let_go(self._graph, WHOLE)
 
     def run(self, *values: Any, call: _Call) -> Sequence[Any]:
         """The operations' results that others need."""

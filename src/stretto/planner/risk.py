@@ -29,9 +29,17 @@ class Rehearsed:
     spread: float
 
 
-# By whether the plan cuts the traced graph, of whose steps no two leave the heap alike. From runs of 40 and 60 steps
-# beside rehearsals of seven (benchmarks/planner/here.py, and docs/decisions/0034 for what the heap does).
-REHEARSED: Final = MappingProxyType({False: Rehearsed(1.03, 0.035), True: Rehearsed(1.07, 0.06)})
+# On glibc's heap, by whether the plan cuts the traced graph, of whose steps no two leave it alike; and on allocators
+# that keep it in order. From runs of 40 and 60 steps beside rehearsals of seven (benchmarks/planner/here.py, and
+# docs/decisions/0035 for what the allocators do).
+_HEAP: Final = MappingProxyType({False: Rehearsed(1.03, 0.035), True: Rehearsed(1.07, 0.06)})
+_ORDERLY: Final = Rehearsed(1.025, 0.035)
+
+
+def rehearsed(traced: bool, allocator: str) -> Rehearsed:
+    """How far to trust a rehearsal of a plan that cuts the traced graph or doesn't, on an allocator as
+    :func:`stretto.observe.allocator` names it."""
+    return _ORDERLY if allocator in ("tcmalloc", "jemalloc") else _HEAP[traced]
 
 
 def probability_over(memory_bytes: float, limit: float | None, spread: float) -> float:
