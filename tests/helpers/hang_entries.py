@@ -11,11 +11,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from stretto import step
 from stretto.comm import shm_segment
+from stretto.data import BatchHandle
 from stretto.launch import WorkerContext
 from stretto.parallel.pipeline import Execution, Message
 from stretto.schedule import Kind
+from stretto.step import Stepper
 from stretto.sync.exact import ExactSum
 from stretto.testing.conditions import no_free_memory
 from stretto.training import work
@@ -72,13 +73,13 @@ def _at_the_third(stack: ExitStack, instead: Callable[[Finish, ExactSum], Any]) 
 
 def _fewer(stack: ExitStack) -> None:
     """It runs one microbatch less in step 3."""
-    calls, real = count(1), step.cut
+    real = Stepper.pieces
 
-    def cut(*arguments: Any) -> Any:
-        pieces = real(*arguments)
-        return pieces[:-1] if next(calls) == 3 else pieces
+    def pieces(stepper: Stepper, batch: BatchHandle) -> Any:
+        found = real(stepper, batch)
+        return found[:-1] if batch.step == 3 else found
 
-    stack.enter_context(mock.patch.object(step, "cut", cut))
+    stack.enter_context(mock.patch.object(Stepper, "pieces", pieces))
 
 
 def _unsent(stack: ExitStack) -> None:
