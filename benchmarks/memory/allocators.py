@@ -20,9 +20,11 @@ from stretto.launch.allocator import allocator_library
 
 PLANNER = Path(__file__).resolve().parents[1] / "planner"
 PLANS = (
-    *(("gpt", plan) for plan in ("dp=2", "tp=2", "pp=2,microbatches=4")),
-    *(("bert", plan) for plan in ("tp=2",)),
-    *(("vit", plan) for plan in ("dp=2,zero=3",)),
+    ("gpt", "dp=2"),
+    ("gpt", "tp=2"),
+    ("gpt", "pp=2,microbatches=4"),
+    ("bert", "tp=2"),
+    ("vit", "dp=2,zero=3"),
 )
 TIMED = 12
 

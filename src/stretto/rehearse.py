@@ -316,7 +316,10 @@ def _of_traces(stepper: Stepper, batches: Sequence[BatchHandle], sizes: Sequence
     for batch in batches:
         for piece in stepper.pieces(batch):
             samples = stepper.fetch(piece, batch)
-            found.add(stepper.on.applied.traced_for(call_of(stepper.task, stepper.on, samples), samples))
+            shapes = stepper.on.applied.traced_for(call_of(stepper.task, stepper.on, samples), samples)
+            if shapes is None:
+                return 0
+            found.add(shapes)
         counts.append(len(found))
         known = counts[WARM - 1 : len(sizes)]
         if len(counts) == len(sizes) and known[0] == known[-1]:

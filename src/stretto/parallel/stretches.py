@@ -123,7 +123,7 @@ class Stretches:
     def let_go(self) -> None:
         """See :meth:`stretto.parallel.program.Program.let_go`."""
         for piece in self.pieces:
-            piece.let_go()
+            let_go(piece.graph, WHOLE)
 
 
 class _Stretch:
@@ -161,23 +161,19 @@ class _Stretch:
         for node in (*(node for node in given if node.op == "get_attr"), *nodes):
             env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[node] for node in self.outputs))
-        self._graph = fx.GraphModule(of, graph)
+        self.graph = fx.GraphModule(of, graph)
 
     def __call__(self, env: Mapping[fx.Node, Any], run_graph: RunGraph) -> Sequence[Any]:
         if self.piece is None:
-            return run_graph(self._graph, [env[node] for node in self.given])
+            return run_graph(self.graph, [env[node] for node in self.given])
         call = _Call([env[node] for node in self.fixed], self._written, run_graph)
         found: Sequence[Any] = self.piece(*(env[node] for node in self.moving), call=call)
         return found
 
-    def let_go(self) -> None:
-        """See :meth:`Stretches.let_go`."""
-        let_go(self._graph, WHOLE)
-
     def run(self, *values: Any, call: _Call) -> Sequence[Any]:
         """The operations' results that others need."""
         fixed, run_graph = call.begin()
-        return run_graph(self._graph, [*fixed, *values])
+        return run_graph(self.graph, [*fixed, *values])
 
 
 class _Call:
