@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from stretto.state.digest import format_digest, partial_digest
 from stretto.sync import build_sync
 from stretto.task import Task
 
+T = TypeVar("T")
 HOST: Final = torch.device("cpu")
 FREE_SHARE: Final = 1 / 4  # of the free memory that whole gradients may take
 
@@ -161,9 +162,13 @@ def example_of(
 
     call = to_device(arguments, device, dtype), to_device(keywords, device, dtype)
     why, surround = unseen(samples), partial(computing, task.recipe.precision, device.type)
-    found = Example(call, loss, None if why else Scoring(terms, samples), why, surround)
-    # An accelerator's state doesn't survive a fork.
-    return replace(found, aside=aside) if device.type == HOST.type else found
+    return Example(call, loss, None if why else Scoring(terms, samples), why, surround, partial(aside_on, device))
+
+
+def aside_on(device: torch.device, body: Callable[[], T]) -> T:
+    """What ``body`` returns, which must be JSON, so that none of its memory stays in a worker on ``device``; an
+    accelerator's state doesn't survive the fork that this takes, so that there it does."""
+    return aside(body) if device.type == HOST.type else body()
 
 
 def _may_reduce_once(template: Template, plan: Plan, group: Group) -> tuple[bool, str]:

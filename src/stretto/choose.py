@@ -30,12 +30,14 @@ class Room:
     Args:
         laid_out: bytes, once it has its part of the model; ``kept``: between steps; ``most``: ever.
         risk: the probability that it doesn't fit.
+        spread: standard deviation of the logarithm of what will be measured over ``most``.
     """
 
     laid_out: int
     kept: int
     most: int
     risk: float = 0.0
+    spread: float = 0.0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -101,6 +103,7 @@ class Choice:
             "memory_bytes": self.room.most,
             "memory_bytes_laid_out": self.room.laid_out,
             "memory_bytes_kept": self.room.kept,
+            "memory_spread": self.room.spread,
             "probability_over": self.room.risk,
             "samples": self.samples,
         }
@@ -112,7 +115,7 @@ class Choice:
             return cls(values["plan"], refused=values["refused"])
         laid_out, kept, most = (values[f"memory_bytes{which}"] for which in ("_laid_out", "_kept", ""))
         step, work, exposed = (values[f"{what}_seconds"] for what in ("step", "work", "exposed"))
-        room = Room(laid_out, kept, most, values["probability_over"])
+        room = Room(laid_out, kept, most, values["probability_over"], values["memory_spread"])
         twice, samples = values["step_seconds_of_twice_the_links"], values["samples"]
         return cls(values["plan"], step, work, exposed, twice, room, samples)
 
@@ -161,15 +164,16 @@ class Planner:
         work = step.work[busiest]
         quicker = found.play(_Twice(self.prices))
         laid_out, kept, most = (factors.memory * size for size in max(found.memory, key=lambda sizes: sizes[-1]))
-        trust = rehearsed(plan.traced, allocator())
+        trust = rehearsed(found.varied, plan.traced, allocator())
         most *= trust.drift
+        over = probability_over(most, self.limit, trust.spread)
         return Choice(
             str(plan),
             factors.seconds(work, step.seconds - work),
             factors.work * work,
             {kind: factors.waits * seconds for kind, seconds in step.exposed[busiest].items()},
             factors.seconds(quicker.work[busiest], quicker.seconds - quicker.work[busiest]),
-            Room(int(laid_out), int(kept), int(most), probability_over(most, self.limit, trust.spread)),
+            Room(int(laid_out), int(kept), int(most), over, trust.spread),
             found.samples,
         )
 

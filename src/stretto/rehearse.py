@@ -8,7 +8,6 @@ run at the same time, as they will share its cores and its memory's rate; one ho
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -22,31 +21,28 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
+from stretto.ahead import AHEAD, Alone, step_on_what_asks_more
 from stretto.assemble import assemble, build_template, open_data
 from stretto.checkpoint.snapshot import snapshot_slices
 from stretto.cluster import Cluster
 from stretto.comm.echo import EchoGroup, sockets_bytes
-from stretto.data import BatchHandle, Feeder, Position, Sampler, derive_seed, seed_everything
+from stretto.data import Feeder, Position, Sampler, derive_seed, seed_everything
 from stretto.errors import PlanError, UserError, one_line
 from stretto.evaluation import evaluate_ends
 from stretto.launch.context import stay_on_loopback
 from stretto.launch.process import Child, fork, pass_death_to_forks
 from stretto.launch.worker import set_threads
-from stretto.machinery import Machinery, call_of
+from stretto.machinery import Machinery
 from stretto.observe import give_back, peak_rss_bytes, rss_bytes
 from stretto.parallel import Template
 from stretto.parallel.apply import check
 from stretto.plan import Plan
 from stretto.planner.replay import Event, Prices, Replayed, replay
 from stretto.preload import ANY_PLAN, preloads_of
-from stretto.step import Stepper
 from stretto.task import Task, load_task
-from stretto.terms import Terms
 
 WARM: Final = 2  # steps that aren't looked at: memory and caches are cold
 STEPS: Final = 5
-AHEAD: Final = 64  # steps for whose shapes there is to be room
-LOOKING: Final = 2.0  # seconds for them
 
 
 class RehearsalError(UserError):
@@ -65,6 +61,7 @@ class Rehearsed:
             after the steps, and at the most, as ``summary.json`` has it of a run.
         assignment: which operations are in which stage, for a plan that cuts the traced graph; JSON.
         samples: that the task has to train on.
+        varied: the batches differ in their shapes.
         refused: why the plan doesn't fit the task; the rest is empty then.
     """
 
@@ -73,6 +70,7 @@ class Rehearsed:
     memory: tuple[tuple[int, int, int], ...] = ()
     assignment: dict[str, Any] | None = None
     samples: int = 0
+    varied: bool = False
     refused: str = ""
 
     @property
@@ -157,7 +155,8 @@ class Rehearsals:
             for ranks in zip(*(one["steps"] for one in heard), strict=True)
         )
         memory = tuple(tuple(one["memory"]) for one in heard)
-        return Rehearsed(str(plan), steps, memory, heard[0]["assignment"], heard[0]["samples"])
+        varied = any(one["varied"] for one in heard)
+        return Rehearsed(str(plan), steps, memory, heard[0]["assignment"], heard[0]["samples"], varied)
 
     def _on_one_host(self, plan: Plan, ranks: range, answers: list[Any]) -> list[dict[str, Any]]:
         """What each of the ranks says in the end, or why it refused.
@@ -267,22 +266,12 @@ class _Player:
             self._child.reap()
 
 
-class _Alone(Stepper):
-    """A stepper whose votes all pass: what one rank alone adds up says nothing, and may be nothing."""
-
-    def _vote(self, step: int, terms: Terms) -> Any:
-        found = super()._vote(step, terms)
-        sums = {name: (1.0, self.nominal_weight) for name in found.sums}
-        reached = (True,) * len(found.reached)
-        return dataclasses.replace(found, agreed=True, sums=sums, square_sum=1.0, not_finite="", reached=reached)
-
-
 def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
     task = of.task
     data = open_data(task, plan, group)
     feeder = data["train"]
     machinery = assemble(task, plan, of.template, group, forced=True)
-    stepper = _Alone(task, plan, feeder, machinery)
+    stepper = Alone(task, plan, feeder, machinery)
     seed_everything(derive_seed(task.recipe.seed, "loop"))
     sharers = 1 if of.apart else group.size
     peak = peak_rss_bytes(sharers)  # before the template goes: what is shared now is known only now
@@ -292,50 +281,28 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
     said.wait()
     batches = list(islice(Sampler(len(feeder), task.recipe.batch, task.recipe.seed).batches(1, Position()), AHEAD))
     feeder.expect((piece.ids, batch.start.epoch) for batch in batches for piece in stepper.pieces(batch))
-    steps, sizes = [], list[int]()
+    steps = []
     for batch in batches[: WARM + STEPS]:
         group.notes.take()
         began = time.perf_counter()
         stepper.step(batch)
         steps.append(_events(began, group.notes.take(), time.perf_counter()))
-        sizes.append(rss_bytes(sharers))
-    more = _of_traces(stepper, batches[: max(task.recipe.steps, len(sizes))], sizes)
+    coming = batches[: max(task.recipe.steps, WARM + STEPS)]
+    more = step_on_what_asks_more(stepper, coming, partial(rss_bytes, sharers))
     give_back()
     kept = rss_bytes(sharers)
     _end(of, plan, machinery, data)
     peak = max(peak, peak_rss_bytes(sharers))
     memory = [laid_out - of.imports_bytes, *(size + more - of.imports_bytes for size in (kept, peak))]
     assignment = cast(Any, machinery.applied).assignment.to_json() if plan.traced else None
-    said.say({"steps": steps[WARM:], "memory": memory, "assignment": assignment, "samples": len(feeder)})
-
-
-def _of_traces(stepper: Stepper, batches: Sequence[BatchHandle], sizes: Sequence[int]) -> int:
-    """Bytes that traces will take which the first steps of those of ``batches`` had no need of: for each set of shapes
-    one is kept. ``sizes``: of this process after each of those steps."""
-    found, counts, began = set[Any](), list[int](), time.perf_counter()
-    for batch in batches:
-        for piece in stepper.pieces(batch):
-            samples = stepper.fetch(piece, batch)
-            shapes = stepper.on.applied.traced_for(call_of(stepper.task, stepper.on, samples), samples)
-            if shapes is None:
-                return 0
-            found.add(shapes)
-        counts.append(len(found))
-        known = counts[WARM - 1 : len(sizes)]
-        if len(counts) == len(sizes) and known[0] == known[-1]:
-            return 0  # what they take can't be told, and they are few
-        if len(counts) > len(sizes) and time.perf_counter() - began > LOOKING:
-            break
-    each = max(0.0, (sizes[-1] - sizes[WARM - 1]) / (known[-1] - known[0]))
-    return int(each * (counts[-1] - known[-1]))
+    counts = {"samples": len(feeder), "varied": stepper.varied}
+    said.say({"steps": steps[WARM:], "memory": memory, "assignment": assignment, **counts})
 
 
 def _end(of: Rehearsals, plan: Plan, machinery: Machinery, data: Mapping[str, Feeder]) -> None:
     """What takes memory outside of steps: an evaluation, and a checkpoint that is written while training goes on."""
     if "val" in data:
         evaluate_ends(of.task, plan, machinery, data["val"])
-        if machinery.group.rank == 0:
-            of.task.baselines()
     if of.task.recipe.save_every:
         snapshot_slices([*machinery.applied.export_state(), *machinery.optimizer.export_state()])
 

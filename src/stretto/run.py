@@ -15,7 +15,7 @@ from itertools import takewhile, tee
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import assemble, disassemble, fitting, open_data, retyped_notes
+from stretto.assemble import aside_on, assemble, disassemble, fitting, open_data, retyped_notes
 from stretto.best import BestSoFar
 from stretto.checkpoint import Checkpoint, CheckpointWriter, Snapshot, json_only, snapshot_slices
 from stretto.comm.group import SHARED_MEMORY, Group
@@ -27,7 +27,7 @@ from stretto.data import (
     seed_everything,
 )
 from stretto.elastic.ledger import LedgerWriter, Start, record_start
-from stretto.errors import PeerLost, TaskError, UserError, nearest
+from stretto.errors import PeerLost, ProbeFailed, TaskError, UserError, nearest
 from stretto.evaluation import evaluate
 from stretto.forecast import Forecast
 from stretto.kept import kept_of, restore
@@ -83,6 +83,7 @@ class Run:
         prepared.template.release()
         self._saved = self._progress.step
         self._evaluated: tuple[int, dict[str, float]] | None = None
+        self._baselines: dict[str, float] | None = None
         self._stopping = self._finished = self._told_draws = False
         self._open_files()
         atexit.register(self._leave)
@@ -257,10 +258,20 @@ class Run:
         self._events.write("evaluation", step=self._progress.step, split=split, **found)
         if split == "val":
             self._evaluated = (self._progress.step, found)
-            baselines = self.task.baselines() if self._group.rank == 0 else {}
-            self._say({"kind": "evaluation", "step": self._progress.step, "metrics": found, "baselines": baselines})
+            if self._baselines is None:
+                self._baselines = self._find_baselines() if self._group.rank == 0 else {}
+            beside = {"metrics": found, "baselines": self._baselines}
+            self._say({"kind": "evaluation", "step": self._progress.step, **beside})
             self._look(found)
         return found
+
+    def _find_baselines(self) -> dict[str, float]:
+        """The task's, in a process of their own: the memory that they take isn't what training needs."""
+        try:
+            return aside_on(self._group.device, self.task.baselines)
+        except ProbeFailed as error:
+            self._say({"kind": "note", "text": f"baselines() gave nothing to stand beside the metrics: {error}"})
+            return {}
 
     def _look(self, found: dict[str, float]) -> None:
         try:

@@ -216,7 +216,8 @@ class Task:
         return check_layout(self._call("layout")) if self.has("layout") else Layout()
 
     def baselines(self) -> dict[str, float]:
-        """Numbers to print beside the held-out metrics, such as what a trivial model reaches; may be empty."""
+        """Numbers to print beside the held-out metrics, such as what a trivial model reaches; may be empty. A run asks
+        once, on the CPU in a process of its own."""
         return dict(self._call("baselines")) if self.has("baselines") else {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ HELPERS = str(ROOT / "tests" / "helpers")
 SCORED = str(ROOT / "tests" / "tasks" / "scored.py")
 FOLLOWED = str(ROOT / "tests" / "tasks" / "followed.py")
 WORDS = str(ROOT / "tests" / "tasks" / "word_losses.py")
+BESIDES = str(ROOT / "tests" / "tasks" / "besides.py")
 RANKING = str(ROOT / "examples" / "ranking")
 PLANS = {
     1: ["dp=1", "dp=1,microbatches=3"],
@@ -117,6 +118,35 @@ def test_a_metric_that_cannot_be_exact_is_one_line(
     assert says in failure.text and "\n" not in failure.text.strip()
 
 
+# ---------------------------------------------------------------------------------------- what stands beside
+
+
+def test_baselines_are_asked_for_once_a_run_and_take_none_of_a_workers_memory(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    told: list[Any] = []
+    asked, peaks = tmp_path / "asked", list[int]()
+    for large in (1, 10**8):
+        sets = {"task": BESIDES, "asked": str(asked), "large": large}
+        summary = trained(launcher, tmp_path / f"of-{large}", tell=lambda _, event: told.append(event), **sets)
+        peaks.append(summary["peak_bytes"])
+    assert [event["baselines"] for event in told if event["kind"] == "evaluation"] == [{"nothing": 1.0}] * 3 + [
+        {"nothing": 1e8}
+    ] * 3
+    assert len(asked.read_text().splitlines()) == 2
+    assert peaks[1] < peaks[0] + 50e6, "of 400 MB"
+
+
+def test_baselines_that_end_their_process_end_no_training(launcher: LocalLauncher, tmp_path: Path) -> None:
+    told: list[Any] = []
+    sets = {"task": BESIDES, "asked": str(tmp_path / "asked"), "dies": True}
+    summary = trained(launcher, tmp_path / "run", tell=lambda _, event: told.append(event), **sets)
+    assert summary["steps"] == 6
+    assert [event["baselines"] for event in told if event["kind"] == "evaluation"] == [{}] * 3
+    notes = [event["text"] for event in told if event["kind"] == "note"]
+    assert [one for one in notes if "baselines() gave nothing to stand beside the metrics: its process was ended by SIGKILL" in one]
+
+
 # ---------------------------------------------------------------------------------------- the best checkpoint
 
 
@@ -127,6 +157,7 @@ def train(
     attempt: int = 1,
     stop: int | None = None,
     task: str = FOLLOWED,
+    tell: Callable[[str, dict[str, Any]], None] = lambda member, event: None,
     **sets: Any,
 ) -> JobResult:
     run.mkdir(exist_ok=True)
@@ -141,7 +172,7 @@ def train(
         attempt=attempt,
         log_dir=run / "logs",
     )
-    return launcher.run(job)
+    return launcher.run(job, tell)
 
 
 def trained(*arguments: Any, **more: Any) -> dict[str, Any]:

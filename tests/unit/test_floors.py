@@ -28,6 +28,7 @@ ENGINE = (
         "planning",
         "choose",
         "rehearse",
+        "ahead",
         "preload",
         "training",
         "prelaunch",

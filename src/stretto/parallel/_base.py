@@ -335,9 +335,6 @@ class Applied(Protocol):
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """Forward and backward of a step's microbatches, in the layout's own order. Every rank must call it."""
 
-    def traced_for(self, call: Call, samples: Any) -> Any:
-        """What a trace of such a call holds for, which is kept as long as the layout; None: nothing is kept."""
-
     def microbatch(self, last: bool, ghost: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one microbatch; on the ``last`` one gradients are reduced."""
 

@@ -258,16 +258,12 @@ class Divided(Placed):
 
         return forward
 
-    def traced_for(self, call: Call, samples: Any) -> Any:
-        """See :class:`Applied`."""
-        return _key(self.module.training, given_of(call, samples, self._scored is not None and samples is not None))
-
     def _of(self, microbatch: Forwarded) -> Program:
         """For another mode or other shapes: the same cut of the same parameters."""
         call = microbatch.call()
         batch = microbatch.samples
         scoring = None if self._scored is None or batch is None else replace(self._scored, batch=batch)
-        key = self.traced_for(call, batch)
+        key = _key(self.module.training, given_of(call, batch, scoring is not None))
         if key not in self._programs:
             if scoring is not None and (why := unseen(scoring.batch)):
                 raise Refused(f"plan {self._plan}: {why}; in earlier batches it was a tensor")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 
 from stretto.comm.members import Members
 from stretto.errors import TaskError
-from stretto.parallel._base import Around, Call, Manner, Microbatch, Place, Ranks
+from stretto.parallel._base import Around, Manner, Microbatch, Place, Ranks
 from stretto.parallel.batchnorm import GlobalBatchNorm
 from stretto.parallel.copies import copy_down
 from stretto.parallel.offload import Offloaded
@@ -65,10 +65,6 @@ class Placed:
     def updated(self) -> None:
         """See :class:`Applied`."""
         self._stale = True
-
-    def traced_for(self, call: Call, samples: Any) -> Any:
-        """See :class:`Applied`."""
-        return None
 
     def train(self, microbatches: Sequence[Microbatch], around: Around) -> None:
         """See :class:`Applied`; one after the other."""

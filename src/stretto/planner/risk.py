@@ -21,7 +21,7 @@ class Rehearsed:
     """How far the peak of a few steps is to be trusted.
 
     Args:
-        drift: by how much it is less than that of many steps: the C library's heap goes on breaking up.
+        drift: by how much it is less than that of many steps: a heap goes on breaking up.
         spread: as of ``DESCRIBED``.
     """
 
@@ -29,17 +29,22 @@ class Rehearsed:
     spread: float
 
 
-# On glibc's heap, by whether the plan cuts the traced graph, of whose steps no two leave it alike; and on allocators
-# that keep it in order. From runs of 40 and 60 steps beside rehearsals of seven (benchmarks/planner/here.py, and
-# docs/decisions/0035 for what the allocators do).
+# Of runs of 40 steps beside their rehearsals: T5, whose batches vary in shape, and Llama, whose don't, eight plans each
+# (benchmarks/planner/here.py --only t5). In ORDERLY allocators only the shapes tell. On glibc's heap also whether the
+# plan cuts the traced graph, of whose steps no two leave it alike.
+_ORDERLY: Final = MappingProxyType({False: Rehearsed(1.025, 0.025), True: Rehearsed(1.045, 0.025)})
 _HEAP: Final = MappingProxyType({False: Rehearsed(1.03, 0.035), True: Rehearsed(1.07, 0.06)})
-_ORDERLY: Final = Rehearsed(1.025, 0.035)
 
 
-def rehearsed(traced: bool, allocator: str) -> Rehearsed:
-    """How far to trust a rehearsal of a plan that cuts the traced graph or doesn't, on an allocator as
-    :func:`stretto.observe.allocator` names it."""
-    return _ORDERLY if allocator in ("tcmalloc", "jemalloc") else _HEAP[traced]
+def rehearsed(varied: bool, traced: bool, allocator: str) -> Rehearsed:
+    """How far to trust a rehearsal.
+
+    Args:
+        varied: its batches differ in their shapes.
+        traced: the plan cuts the traced graph.
+        allocator: as :func:`stretto.observe.allocator` names it.
+    """
+    return _ORDERLY[varied] if allocator in ("tcmalloc", "jemalloc") else _HEAP[traced]
 
 
 def probability_over(memory_bytes: float, limit: float | None, spread: float) -> float:
