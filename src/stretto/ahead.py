@@ -78,7 +78,8 @@ def step_on_what_asks_more(stepper: Alone, batches: Sequence[BatchHandle], resid
     if largest is not None and max(map(_elements, asked[largest.step])) > largest_known:
         stepper.step(largest)
         known |= asked[largest.step]
-    give_back()
+    if stepper.plan.traced:
+        give_back()  # what stays is to be seen
     before, traced, tried, began = resident(), 0, 0, time.perf_counter()
     for batch in coming:
         if (new := asked[batch.step] - known) and tried < TRIED and time.perf_counter() - began < LOOKING:
