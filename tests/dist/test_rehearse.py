@@ -219,12 +219,14 @@ def test_batches_of_several_shapes_get_more_room(monkeypatch: pytest.MonkeyPatch
 def test_there_is_room_for_the_traces_of_shapes_to_come() -> None:
     """Sentences of other lengths are other shapes, and of a cut model each has a trace that is kept."""
     bert = ROOT / "tests" / "tasks" / "bert.py"
-    sets = {"batch": "3", "length": "20", "size": "200"}
+    sets = {"batch": "3", "length": "30", "size": "200"}
     # The first one is told of what the task's libraries take, too.
     _, few, many = (Rehearsals.of(bert, {**sets, "steps": steps}, cores=1) for steps in ("7", "7", "64"))
-    for plan, least, most in (("tp=2", 3e6, 60e6), ("dp=2", -3e6, 3e6)):
+    more = {}
+    for plan in ("tp=2", "dp=2"):
         sizes = [one.run(Plan.parse(plan)).memory_bytes[0] for one in (few, many)]
-        assert least < sizes[1] - sizes[0] < most, plan
+        more[plan] = sizes[1] - sizes[0]
+    assert 10e6 < more["tp=2"] < 60e6 and more["dp=2"] < 7e6  # a longer batch takes a little everywhere
 
 
 def test_there_is_room_for_the_longest_sample_that_comes_later() -> None:
