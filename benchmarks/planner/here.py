@@ -68,10 +68,14 @@ CASES: Mapping[str, tuple[str, dict[str, str]]] = MappingProxyType(
             "tests/tasks/llama.py",
             {"depth": "6", "width": "384", "heads": "6", "vocab": "512", "length": "60", "size": "200", "batch": "12"},
         ),
+        "large llama": (
+            "tests/tasks/llama.py",
+            {"depth": "8", "width": "768", "heads": "6", "vocab": "512", "length": "60", "size": "200", "batch": "4"},
+        ),
     }
 )
 # With --only: plans of over 500 MB; and what ``stretto.planner.risk`` was fitted to, so that it isn't judged by that.
-ASKED_FOR = frozenset({"large gpt", "t5", "llama"})
+ASKED_FOR = frozenset({"large gpt", "t5", "llama", "large llama"})
 WARM = 2
 
 

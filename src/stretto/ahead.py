@@ -9,12 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
-from stretto.data import BatchHandle, Piece, mapped
+from stretto.data import BatchHandle, Feeder, Piece, shapes_in
+from stretto.evaluation import EPOCH, pieces_to_evaluate
+from stretto.machinery import Machinery
 from stretto.observe import give_back
+from stretto.plan import Plan
 from stretto.step import Stepper
+from stretto.task import Task
 from stretto.terms import Terms
 
 AHEAD: Final = 64  # steps for whose batches there is to be room
@@ -36,14 +42,8 @@ class Alone(Stepper):
 
     def fetch(self, piece: Piece, batch: BatchHandle) -> Any:
         """See :class:`Stepper`."""
-        samples, shapes = super().fetch(piece, batch), list[tuple[int, ...]]()
-
-        def note(tensor: Any) -> Any:
-            shapes.append(tuple(tensor.shape))
-            return tensor
-
-        mapped(samples, note)
-        self.asked.setdefault(batch.step, set()).add(tuple(shapes))
+        samples = super().fetch(piece, batch)
+        self.asked.setdefault(batch.step, set()).add(shapes_in(samples))
         return samples
 
     @property
@@ -58,24 +58,35 @@ class Alone(Stepper):
         return dataclasses.replace(found, agreed=True, sums=sums, square_sum=1.0, not_finite="", reached=reached)
 
 
-def step_on_what_asks_more(stepper: Alone, batches: Sequence[BatchHandle], resident: Callable[[], int]) -> int:
-    """Steps on those of ``batches`` that ask for more than the first ones, which it has stepped on, did.
+@dataclass(frozen=True)
+class Traces:
+    """Of shapes that come later.
 
-    Returns:
-        The bytes that the traces of the others' shapes will take, by what those of a few have taken.
+    Args:
+        each_bytes: that one takes, by those of a few; 0: none are kept.
+        left: how many are not there yet.
     """
-    asked, known = stepper.asked, set[Shapes]().union(*stepper.asked.values())
+
+    each_bytes: int = 0
+    left: int = 0
+
+
+def step_on_what_asks_more(stepper: Alone, batches: Sequence[BatchHandle], resident: Callable[[], int]) -> Traces:
+    """Steps on those of ``batches`` that ask for more than the first ones, which it has stepped on, did. Returns what
+    the traces of the others' shapes will take."""
     if not stepper.varied:  # nor will the others be
-        return 0
-    largest_known, done, began = max(map(_elements, known)), len(asked), time.perf_counter()
+        return Traces()
+    asked, done, began = stepper.asked, len(stepper.asked), time.perf_counter()
+    known = set[Shapes]().union(*asked.values())
+    most = _elements(known)
     for batch in batches[done:]:
         for piece in stepper.pieces(batch):
             stepper.fetch(piece, batch)
         if time.perf_counter() - began > LOOKING:
             break
     coming = batches[done : len(asked)]
-    largest = max(coming, key=lambda batch: max(map(_elements, asked[batch.step])), default=None)
-    if largest is not None and max(map(_elements, asked[largest.step])) > largest_known:
+    largest = max(coming, key=lambda batch: _elements(asked[batch.step]), default=None)
+    if largest is not None and _elements(asked[largest.step]) > most:
         stepper.step(largest)
         known |= asked[largest.step]
     if stepper.plan.traced:
@@ -87,11 +98,23 @@ def step_on_what_asks_more(stepper: Alone, batches: Sequence[BatchHandle], resid
             known |= new
             traced, tried = traced + len(new), tried + 1
     if not stepper.plan.traced:
-        return 0
+        return Traces()
     give_back()
     left = len(set[Shapes]().union(*asked.values()) - known)
-    return left * max(0, resident() - before) // max(1, traced)
+    return Traces(max(0, resident() - before) // max(1, traced), left)
 
 
-def _elements(shapes: Shapes) -> int:
-    return sum(map(math.prod, shapes))
+def shapes_to_evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) -> int:
+    """How many sets of shapes this rank's first pieces of a split have that those of its ends don't."""
+    found, began = set[Shapes](), time.perf_counter()
+    for piece in islice(pieces_to_evaluate(task, plan, on, feeder), AHEAD):
+        found.add(shapes_in(feeder.get(piece.ids, EPOCH)))
+        if time.perf_counter() - began > LOOKING:
+            break
+    ends = pieces_to_evaluate(task, plan, on, feeder, ends=True)
+    return len(found - {shapes_in(feeder.get(piece.ids, EPOCH)) for piece in ends})
+
+
+def _elements(pieces: Iterable[Shapes]) -> int:
+    """Of the largest piece."""
+    return max(sum(map(math.prod, shapes)) for shapes in pieces)

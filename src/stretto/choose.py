@@ -165,15 +165,16 @@ class Planner:
         quicker = found.play(_Twice(self.prices))
         laid_out, kept, most = (factors.memory * size for size in max(found.memory, key=lambda sizes: sizes[-1]))
         trust = rehearsed(found.varied, plan.traced, allocator())
-        most *= trust.drift
-        over = probability_over(most, self.limit, trust.spread)
+        most = trust.most(most)
+        spread = trust.spread_of(most)
+        over = probability_over(most, self.limit, spread)
         return Choice(
             str(plan),
             factors.seconds(work, step.seconds - work),
             factors.work * work,
             {kind: factors.waits * seconds for kind, seconds in step.exposed[busiest].items()},
             factors.seconds(quicker.work[busiest], quicker.seconds - quicker.work[busiest]),
-            Room(int(laid_out), int(kept), int(most), over, trust.spread),
+            Room(int(laid_out), int(kept), int(most), over, spread),
             found.samples,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -23,6 +23,7 @@ from stretto.task import Task
 if TYPE_CHECKING:
     from stretto.metrics import Metric, Total
 
+EPOCH: Final = "evaluate"  # of samples that are evaluated, as a feeder is asked for them
 Form = list[Any]  # ["pair", shape of the sum, shape of the weight] or ["rows", shape of a row, element type]; JSON
 
 
@@ -75,16 +76,15 @@ def _added(
     recipe = task.recipe
     if not len(feeder):
         raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
-    size = recipe.eval_batch or recipe.batch
-    cutting = (len(feeder), size, plan.dp, on.data.rank, ends)
-    feeder.expect((piece.ids, "evaluate") for piece in _pieces(*cutting))
+    pieces = list(pieces_to_evaluate(task, plan, on, feeder, ends))
+    feeder.expect((piece.ids, EPOCH) for piece in pieces)
     table = _Table()
     terms: dict[str, None] = {}
     on.applied.refresh()
     with evaluating(on.applied.module):
-        for piece in _pieces(*cutting):
+        for piece in pieces:
             moved()
-            samples = to_device(feeder.get(piece.ids, "evaluate"), on.group.device)
+            samples = to_device(feeder.get(piece.ids, EPOCH), on.group.device)
             with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
                 call, seed = call_of(task, on, samples), derive_seed(recipe.seed, "evaluate", piece.first)
                 output = forward(task, on, on.applied.module, call, seed)
@@ -105,11 +105,15 @@ def _sum_of_means(terms: Sequence[Total]) -> tuple[float, float]:
     return sum(means), float(bool(means))
 
 
-def _pieces(length: int, size: int, num_ranks: int, rank: int, ends: bool) -> Iterator[Piece]:
-    """What a rank evaluates, in order, or only of the ``ends``; ``first`` counts in the whole split."""
+def pieces_to_evaluate(
+    task: Task, plan: Plan, on: Machinery, feeder: Feeder, ends: bool = False
+) -> Iterator[Piece]:
+    """What this rank evaluates, in order, or only of the split's first global batch and its last; ``first`` counts in
+    the whole split."""
+    length, size = len(feeder), task.recipe.eval_batch or task.recipe.batch
     starts = range(0, length, size)
     for start in sorted({starts[0], starts[-1]}) if ends else starts:
-        for piece in cut(range(start, min(start + size, length)), num_ranks, 1, rank):
+        for piece in cut(range(start, min(start + size, length)), plan.dp, 1, on.data.rank):
             yield replace(piece, first=start + piece.first)
 
 

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
-from stretto.ahead import AHEAD, Alone, step_on_what_asks_more
+from stretto.ahead import AHEAD, Alone, shapes_to_evaluate, step_on_what_asks_more
 from stretto.assemble import assemble, build_template, open_data
 from stretto.checkpoint.snapshot import snapshot_slices
 from stretto.cluster import Cluster
@@ -288,11 +288,15 @@ def _run(of: Rehearsals, plan: Plan, group: EchoGroup, said: _Said) -> None:
         stepper.step(batch)
         steps.append(_events(began, group.notes.take(), time.perf_counter()))
     coming = batches[: max(task.recipe.steps, WARM + STEPS)]
-    more = step_on_what_asks_more(stepper, coming, partial(rss_bytes, sharers))
+    traces = step_on_what_asks_more(stepper, coming, partial(rss_bytes, sharers))
     give_back()
     kept = rss_bytes(sharers)
     _end(of, plan, machinery, data)
     peak = max(peak, peak_rss_bytes(sharers))
+    left = traces.left
+    if traces.each_bytes and "val" in data:
+        left += shapes_to_evaluate(task, plan, machinery, data["val"])
+    more = traces.each_bytes * left
     memory = [laid_out - of.imports_bytes, *(size + more - of.imports_bytes for size in (kept, peak))]
     assignment = cast(Any, machinery.applied).assignment.to_json() if plan.traced else None
     counts = {"samples": len(feeder), "varied": stepper.varied}

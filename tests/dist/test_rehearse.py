@@ -204,7 +204,7 @@ def test_a_plan_that_cuts_the_graph_is_trusted_less_far_and_given_more_room(rehe
     assert whole and cut and (whole.laid_out, whole.kept) == (cut.laid_out, cut.kept) == (100, 200)
     for which, room in ((False, whole), (True, cut)):
         trust = rehearsed(False, which, "C library")
-        assert (room.most, room.spread) == (int(1000 * trust.drift), trust.spread)
+        assert room.most == int(trust.most(1000)) and room.spread == trust.spread_of(trust.most(1000))
     assert whole.risk < 0.05 and 0.2 < cut.risk < 0.5, "a limit a tenth over what was seen in a few steps"
 
 

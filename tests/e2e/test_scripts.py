@@ -32,6 +32,28 @@ summary = run.finish()
 Path(folder, "losses").write_text(repr(run.state["losses"]))
 """
 
+THREADS = """
+import json, os, sys
+from pathlib import Path
+
+import beside
+
+import stretto
+
+
+def threads():
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+plan, folder = sys.argv[1], sys.argv[2]
+run = stretto.start(beside.TASK, plan=plan, settings={"precision": "fp64", "batch": 7}, run=folder)
+for batch in run.batches():
+    run.step(batch)
+during = threads()
+run.finish()
+Path(f"{folder}-{os.environ['RANK']}").write_text(json.dumps([during, threads()]))
+"""
+
 pytestmark = pytest.mark.timeout(150)
 
 
@@ -114,6 +136,19 @@ def test_torchrun_starts_it_too(room: Path, with_two: Ended) -> None:
     started_by_it = started(room, "torchrun", str(BIN / "torchrun"), *words)
     assert started_by_it.code == 0, started_by_it.err
     assert started_by_it.summary["final_loss"] == with_two.summary["final_loss"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])  # with zero=3 FSDP2 keeps a mesh for itself, and so its group
+def test_nothing_of_gloo_outlives_a_run_that_has_finished(room: Path, plan: str) -> None:
+    """A thread of it that frees a tensor while the interpreter ends would abort a run that has ended well."""
+    (room / "threads.py").write_text(THREADS)
+    folder = room / f"threads-{plan}"
+    words = ("--nproc-per-node", "2", "--standalone", str(room / "threads.py"), plan, str(folder))
+    ended = started(room, folder.name, str(BIN / "torchrun"), *words)
+    assert ended.code == 0, ended.err
+    for rank in range(2):
+        during, after = json.loads((room / f"{folder.name}-{rank}").read_text())
+        assert during > 0 == after
 
 
 def test_a_script_that_is_no_python_costs_one_line(room: Path) -> None:

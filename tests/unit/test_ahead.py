@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 
-from stretto.ahead import AHEAD, TRIED, Alone, step_on_what_asks_more
+from stretto.ahead import AHEAD, TRIED, Alone, shapes_to_evaluate, step_on_what_asks_more
 from stretto.data import BatchHandle
 from stretto.plan import Plan
 
@@ -40,7 +41,8 @@ class Lengths:
 
     def more(self, steps: int = AHEAD) -> int:
         batches = [cast(BatchHandle, SimpleNamespace(step=step)) for step in range(steps)]
-        return step_on_what_asks_more(cast(Alone, self), batches, lambda: 10**6 * len(self.traces))
+        found = step_on_what_asks_more(cast(Alone, self), batches, lambda: 10**6 * len(self.traces))
+        return found.each_bytes * found.left
 
 
 def test_where_all_are_alike_none_is_looked_at() -> None:
@@ -69,6 +71,26 @@ def test_of_a_traced_graph_the_rest_is_what_a_few_take() -> None:
     assert one.more() == 0 and len(one.stepped) == 1 + TRIED, "without a trace nothing is kept"
     one = Lengths("tp=2", [3, 15, *[4] * 20, 5, *[3] * 41])
     assert one.more() == 0 and one.stepped == [22], "with one trace of its own nothing is left"
+
+
+def test_an_evaluation_has_shapes_of_its_own() -> None:
+    """Eight batches of two sentences, each padded to the longer; of those between the ends four lengths are new."""
+    lengths = [3, 5, 5, 4, 7, 1, 9, 2, 9, 1, 1, 3, 6, 6, 2, 8]
+    asked = list[int]()
+
+    class Sentences:
+        def __len__(self) -> int:
+            return len(lengths)
+
+        def get(self, ids: tuple[int, ...], epoch: str) -> torch.Tensor:
+            assert epoch == "evaluate"
+            asked.extend(ids)
+            return torch.zeros(len(ids), max(lengths[index] for index in ids))
+
+    task = SimpleNamespace(recipe=SimpleNamespace(eval_batch=2, batch=16))
+    on = SimpleNamespace(data=SimpleNamespace(rank=0))
+    found = shapes_to_evaluate(cast(Any, task), Plan.parse("tp=2"), cast(Any, on), cast(Any, Sentences()))
+    assert found == len({7, 9, 3, 6} - {5, 8}) and set(asked) == set(range(16))
 
 
 def test_a_run_of_few_steps_asks_for_nothing_else() -> None:

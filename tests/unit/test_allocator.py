@@ -51,6 +51,7 @@ def test_where_there_is_none_the_doctor_says_how_to_have_it(library: Path, monke
 def test_a_peak_is_trusted_further_where_the_heap_is_kept_in_order() -> None:
     heap, orderly = (rehearsed(False, True, name) for name in ("C library", "tcmalloc"))
     assert orderly == rehearsed(False, True, "jemalloc") and heap == rehearsed(False, True, "another")
-    assert 1 <= orderly.drift < heap.drift and orderly.spread < heap.spread
-    near = (probability_over(100.0, 106.0, one.spread) for one in (heap, orderly))
+    peak = 3e8
+    assert peak < orderly.most(peak) < heap.most(peak) and orderly.spread_of(peak) < heap.spread_of(peak)
+    near = (probability_over(peak, 1.06 * peak, one.spread_of(peak)) for one in (heap, orderly))
     assert next(near) > 0.1 > next(near)

@@ -260,7 +260,7 @@ class EchoGroup(_Echoing, Group):
         dist.Backend.register_backend(BACKEND, self._form_echo, extended_api=True, devices=["cpu"])
         dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size)
         self._group = dist.group.WORLD
-        self._made = [self._group]
+        self._made, self._lines = [self], []
 
     def _form_echo(self, options: Any, _: Any = None) -> EchoProcessGroup:
         members = list(options.global_ranks_in_group) or list(range(options.group_size))

@@ -17,6 +17,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+# Its functions take as a default whatever group is torch's default when they are imported, so after one has been formed
+# they would hold that to the end of the process.
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from stretto.comm.line import Line
@@ -64,7 +68,8 @@ class Group(Members):
         one_host = rendezvous.store.startswith("file://") or self.size == 1
         self.transport = self._form(rendezvous, one_host and self.device.type == "cpu")
         self._group = dist.group.WORLD
-        self._made: list[Any] = [self._group]  # those of torch's that calls are counted on
+        self._made: list[Members] = [self]  # those whose calls are counted
+        self._lines: list[Line] = []
         self._sockets = _opened_since(before)
 
     def _form(self, rendezvous: Rendezvous, one_host: bool) -> str:
@@ -118,7 +123,8 @@ class Group(Members):
     def _line_of(self, lines: Sequence[tuple[int, ...]]) -> Line:
         plain = self._among(lines, "gloo" if self.device.type == "cpu" else None)
         shared = self._among(lines) if self.transport == SHARED_MEMORY and plain.size > 1 else None
-        return Line(plain.rank, plain.size, self.device, plain._group, self._broken, shared)
+        self._lines.append(Line(plain.rank, plain.size, self.device, plain._group, self._broken, shared))
+        return self._lines[-1]
 
     def _among(self, lines: Sequence[tuple[int, ...]], backend: str | None = None) -> Members:
         """Those of the line that this member is in; each member is in one at most."""
@@ -131,8 +137,8 @@ class Group(Members):
         self._sockets |= _opened_since(before)
         if mine not in found:
             return self.alone()
-        self._made.append(found[mine])
-        return Members(mine.index(self.rank), len(mine), self.device, found[mine], self._broken)
+        self._made.append(Members(mine.index(self.rank), len(mine), self.device, found[mine], self._broken))
+        return self._made[-1]
 
     def break_(self) -> None:
         """Ends every call on this group, now and later, with PeerLost. Any thread may call it, at any time."""
@@ -149,7 +155,8 @@ class Group(Members):
         if self._shared:
             found = [group.under_way() for group in self._shared]
             return next((call for call, _ in found if call), ""), sum(number for _, number in found)
-        numbers = [group._get_sequence_number_for_group() for group in self._made]
+        groups: list[Any] = [members.process_group for members in self._made]  # torch's types lack the call
+        numbers = [group._get_sequence_number_for_group() for group in groups]
         return "", sum(numbers)
 
     def awaited(self) -> dict[str, Any]:
@@ -159,10 +166,17 @@ class Group(Members):
         return {"passed": self._broken.passed, **({} if awaited is None else asdict(awaited))}
 
     def close(self) -> None:
-        """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone."""
+        """Destroys the group; afterwards another one may be formed in this process. Every member calls it alone.
+
+        Gloo's threads end with the last who holds torch's group. One that lives until the interpreter ends may free a
+        tensor then, and the process aborts: so whoever still holds one of these members holds nothing of torch's.
+        """
         if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
-        self._sockets, self._shared, self._made = {}, [], []
+        ending, self._made = [*self._made, *self._lines], []
+        self._sockets, self._shared, self._lines = {}, [], []
+        for members in ending:
+            members.let_go()
 
 
 def _open_store(rendezvous: Rendezvous) -> Store:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,16 @@ class Broken:
     passed: int = 0
 
 
+class _Closed:
+    """Stands where torch's group was."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("the group of this epoch was closed; nothing can be sent any more")
+
+
+_CLOSED: Final = _Closed()
+
+
 class Members:
     """Some members of an epoch that communicate. Every one of them must make the same calls in the same order.
 
@@ -78,6 +88,10 @@ class Members:
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._group, self._broken = process_group, broken
+
+    def let_go(self) -> None:
+        """Of torch's group; who is alone has none."""
+        self._group = None if self._group is None else cast(dist.ProcessGroup, _CLOSED)
 
     def alone(self) -> Members:
         """This member by itself, who sends nothing."""

@@ -60,6 +60,18 @@ def mapped(
     return walk(tree)
 
 
+def shapes_in(tree: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of its tensors, in its order."""
+    found: list[tuple[int, ...]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tuple(tensor.shape))
+        return tensor
+
+    mapped(tree, note)
+    return tuple(found)
+
+
 def _moved(tensor: torch.Tensor, device: torch.device, floating: torch.dtype | None) -> torch.Tensor:
     dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
     moved = tensor.to(device=device, dtype=dtype)

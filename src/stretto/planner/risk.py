@@ -21,19 +21,31 @@ class Rehearsed:
     """How far the peak of a few steps is to be trusted.
 
     Args:
-        drift: by how much it is less than that of many steps: a heap goes on breaking up.
+        factor: a heap goes on breaking up, by a share of what it holds,
+        more_bytes: and by so much whatever it holds.
         spread: as of ``DESCRIBED``.
+        spread_bytes: beside it, whatever the heap holds.
     """
 
-    drift: float
+    factor: float
+    more_bytes: float
     spread: float
+    spread_bytes: float
+
+    def most(self, peak_bytes: float) -> float:
+        """What many steps will take, after a rehearsal's peak."""
+        return self.factor * peak_bytes + self.more_bytes
+
+    def spread_of(self, memory_bytes: float) -> float:
+        """Of so much, the standard deviation of its logarithm."""
+        return math.hypot(self.spread, self.spread_bytes / max(1.0, memory_bytes))
 
 
-# Of runs of 40 steps beside their rehearsals: T5, whose batches vary in shape, and Llama, whose don't, eight plans each
-# (benchmarks/planner/here.py --only t5). In orderly allocators only the shapes tell. On glibc's heap also whether the
-# plan cuts the traced graph, of whose steps no two leave it alike.
-_ORDERLY: Final = MappingProxyType({False: Rehearsed(1.025, 0.025), True: Rehearsed(1.045, 0.025)})
-_HEAP: Final = MappingProxyType({False: Rehearsed(1.015, 0.03), True: Rehearsed(1.06, 0.06)})
+# Of runs of 24 and 40 steps beside their rehearsals: Llamas of 250 and of 600 MB, whose batches are of one shape, and a
+# T5 whose batches vary, eight plans each (benchmarks/planner/here.py --only t5). In orderly allocators only the shapes
+# tell. On glibc's heap also whether the plan cuts the traced graph, of whose steps no two leave it alike.
+_ORDERLY: Final = MappingProxyType({False: Rehearsed(1.0, 5e6, 0.015, 5e6), True: Rehearsed(1.03, 5e6, 0.02, 5e6)})
+_HEAP: Final = MappingProxyType({False: Rehearsed(1.015, 0.0, 0.03, 0.0), True: Rehearsed(1.06, 0.0, 0.06, 0.0)})
 
 
 def rehearsed(varied: bool, traced: bool, allocator: str) -> Rehearsed:
