@@ -41,7 +41,7 @@ class Rehearsed:
         return math.hypot(self.spread, self.spread_bytes / max(1.0, memory_bytes))
 
 
-# Of runs of 24 and 40 steps beside their rehearsals: Llamas of 250 and of 600 MB, whose batches are of one shape, and a
+# Of runs of 22 and 40 steps beside their rehearsals: Llamas of 250 and of 600 MB, whose batches are of one shape, and a
 # T5 whose batches vary, eight plans each (benchmarks/planner/here.py --only t5). In orderly allocators only the shapes
 # tell. On glibc's heap also whether the plan cuts the traced graph, of whose steps no two leave it alike.
 _ORDERLY: Final = MappingProxyType({False: Rehearsed(1.0, 5e6, 0.015, 5e6), True: Rehearsed(1.03, 5e6, 0.02, 5e6)})
