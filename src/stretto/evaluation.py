@@ -76,13 +76,12 @@ def _added(
     recipe = task.recipe
     if not len(feeder):
         raise TaskError("task: the split to evaluate is empty; data() must give it a sample, or leave it out")
-    pieces = list(pieces_to_evaluate(task, plan, on, feeder, ends))
-    feeder.expect((piece.ids, EPOCH) for piece in pieces)
+    feeder.expect((piece.ids, EPOCH) for piece in pieces_to_evaluate(task, plan, on, feeder, ends))
     table = _Table()
     terms: dict[str, None] = {}
     on.applied.refresh()
     with evaluating(on.applied.module):
-        for piece in pieces:
+        for piece in pieces_to_evaluate(task, plan, on, feeder, ends):
             moved()
             samples = to_device(feeder.get(piece.ids, EPOCH), on.group.device)
             with on.applied.microbatch(last=True, ghost=piece.ghost), on.group.guard():
@@ -105,9 +104,7 @@ def _sum_of_means(terms: Sequence[Total]) -> tuple[float, float]:
     return sum(means), float(bool(means))
 
 
-def pieces_to_evaluate(
-    task: Task, plan: Plan, on: Machinery, feeder: Feeder, ends: bool = False
-) -> Iterator[Piece]:
+def pieces_to_evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder, ends: bool = False) -> Iterator[Piece]:
     """What this rank evaluates, in order, or only of the split's first global batch and its last; ``first`` counts in
     the whole split."""
     length, size = len(feeder), task.recipe.eval_batch or task.recipe.batch
