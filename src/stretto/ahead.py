@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from stretto.data import BatchHandle, Feeder, Piece, shapes_in
+from stretto.data import BatchHandle, Feeder, Piece, tensors_in
 from stretto.evaluation import EPOCH, pieces_to_evaluate
 from stretto.machinery import Machinery
 from stretto.observe import give_back
@@ -43,7 +43,7 @@ class Alone(Stepper):
     def fetch(self, piece: Piece, batch: BatchHandle) -> Any:
         """See :class:`Stepper`."""
         samples = super().fetch(piece, batch)
-        self.asked.setdefault(batch.step, set()).add(shapes_in(samples))
+        self.asked.setdefault(batch.step, set()).add(_shapes_of(samples))
         return samples
 
     @property
@@ -108,11 +108,15 @@ def shapes_to_evaluate(task: Task, plan: Plan, on: Machinery, feeder: Feeder) ->
     """How many sets of shapes this rank's first pieces of a split have that those of its ends don't."""
     found, began = set[Shapes](), time.perf_counter()
     for piece in islice(pieces_to_evaluate(task, plan, on, feeder), AHEAD):
-        found.add(shapes_in(feeder.get(piece.ids, EPOCH)))
+        found.add(_shapes_of(feeder.get(piece.ids, EPOCH)))
         if time.perf_counter() - began > LOOKING:
             break
     ends = pieces_to_evaluate(task, plan, on, feeder, ends=True)
-    return len(found - {shapes_in(feeder.get(piece.ids, EPOCH)) for piece in ends})
+    return len(found - {_shapes_of(feeder.get(piece.ids, EPOCH)) for piece in ends})
+
+
+def _shapes_of(samples: Any) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(samples))
 
 
 def _elements(pieces: Iterable[Shapes]) -> int:

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from stretches import cut_at
 from stretto.comm.members import Broken, Members
-from stretto.data import seed_everything
+from stretto.data import seed_everything, tensors_in
 from stretto.graph.autocast import cast_apart
 from stretto.graph.stages import work_of
-from stretto.graph.trace import Scoring, Traced, filled, tensors_in, trace
+from stretto.graph.trace import Scoring, Traced, filled, trace
 from stretto.parallel._base import Example, Roots
 from stretto.parallel.deferred import Deferred, defer, work_off
 from stretto.parallel.inside import cut_inside, give_parts, parts_of

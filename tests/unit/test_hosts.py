@@ -175,6 +175,8 @@ def test_a_lone_worker_of_another_launcher_waits_for_no_store() -> None:
     group = Group(Rendezvous("tcp://127.0.0.1:1", 1, 0, 1))
     assert group.maximum(2.0) == 2.0
     group.close()
+    with pytest.raises(ValueError, match="the group of this epoch was closed"):
+        group.maximum(2.0)
 
 
 def test_python_here_is_python_there_unless_another_is_named() -> None:

@@ -6,7 +6,7 @@ from stretto.data.fetch import fetch
 from stretto.data.lengths import check_lengths, lengths_of, resumed_position
 from stretto.data.sampler import BatchHandle, Position, Sampler
 from stretto.data.seeds import Generators, derive_seed, drawn_since, seed_everything
-from stretto.data.tree import mapped, shapes_in, to_device
+from stretto.data.tree import mapped, tensors_in, to_device
 
 __all__ = [
     "BatchHandle",
@@ -25,6 +25,6 @@ __all__ = [
     "open_feeders",
     "resumed_position",
     "seed_everything",
-    "shapes_in",
+    "tensors_in",
     "to_device",
 ]

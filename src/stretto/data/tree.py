@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -60,16 +60,16 @@ def mapped(
     return walk(tree)
 
 
-def shapes_in(tree: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of its tensors, in its order."""
-    found: list[tuple[int, ...]] = []
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a tree, in order."""
+    found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tuple(tensor.shape))
+        found.append(tensor)
         return tensor
 
     mapped(tree, note)
-    return tuple(found)
+    yield from found
 
 
 def _moved(tensor: torch.Tensor, device: torch.device, floating: torch.dtype | None) -> torch.Tensor:

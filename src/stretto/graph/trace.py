@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
-from stretto.data import mapped
+from stretto.data import mapped, tensors_in
 from stretto.errors import Refused, one_line
 from stretto.graph.autocast import settle_types
 from stretto.graph.effects import schema_name, written_in
@@ -292,18 +292,6 @@ def _check_returned(node: Any) -> Any:
             "it return tensors, or tuples, lists, dicts and dataclasses of them"
         )
     return node
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a tree, in order."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(tree, note)
-    yield from found
 
 
 def filled(tree: Any, values: Iterable[torch.Tensor]) -> Any:

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from stretto.comm.members import Members
-from stretto.data import mapped
+from stretto.data import mapped, tensors_in
 from stretto.errors import ProbeFailed, Refused
 from stretto.graph.autocast import cast_apart
 from stretto.graph.cut import Cut, follow_cut
 from stretto.graph.regions import NONE, find_regions
 from stretto.graph.rules import read
 from stretto.graph.stages import Stages, Work, stages_like, work_of
-from stretto.graph.trace import Traced, tensors_in, trace
+from stretto.graph.trace import Traced, trace
 from stretto.observe import free_bytes
 from stretto.parallel._base import Around, Call, Holders, Manner, Microbatch, Place, Ranks, given_of
 from stretto.parallel.copies import blank_model, dealt_place, narrowed, sparse_parameters, trained

@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from stretto.data import Generators
+from stretto.data import Generators, tensors_in
 from stretto.errors import one_line
-from stretto.graph.trace import Traced, filled, tensors_in
+from stretto.graph.trace import Traced, filled
 from stretto.parallel._base import Example, Roots
 
 NEEDED: Final = 4  # times the parameters: the model's, copies of them, gradients, and something for activations

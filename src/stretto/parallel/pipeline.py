@@ -23,7 +23,7 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.comm.line import Line, Sending
-from stretto.graph.trace import tensors_in
+from stretto.data import tensors_in
 from stretto.parallel._base import Around, Call, Microbatch, Roots, given_of
 from stretto.parallel.deferred import Deferred, work_off
 from stretto.parallel.program import Looker, Program, Result
